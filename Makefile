@@ -1,0 +1,40 @@
+# The first target that needs it makes .venv; afterwards it is remade only when pyproject.toml or constraints.txt change.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+demo: $(STAMP)  ## classify the digits: prints a table, writes a figure
+	$(BIN)/ntk-iterncgp demo
+
+test: $(STAMP)  ## run the whole test suite
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)  ## ruff check, ruff format --check, mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)  ## run the benchmarks
+	$(BIN)/ntk-iterncgp bench
+
+clean:  ## remove .venv, builds and caches
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp goes first and comes back last, so an installation that failed is tried again.
+$(STAMP): pyproject.toml constraints.txt
+	@rm -f $@
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "ntk-iterncgp needs Python 3.11 or newer, and '$(PYTHON)' is not. Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@echo "Making $(VENV) and installing ntk-iterncgp with its dependencies: a few minutes and about 6 GB, only the first time."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --upgrade pip
+	@$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,20 @@
+"""Settings shared by all tests: plots without a screen, reproducible hypothesis examples, GPU tests only with a GPU."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import settings
+
+os.environ["MPLBACKEND"] = "Agg"  # through the environment, so that subprocesses draw without a screen too
+
+# derandomize: the same examples on every run. No deadline: the first call of a kernel may compile.
+settings.register_profile("ntk_iterncgp", deadline=None, derandomize=True, max_examples=30)
+settings.load_profile("ntk_iterncgp")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    needs_gpu = [item for item in items if item.get_closest_marker("cuda")]
+    if needs_gpu and not torch.cuda.is_available():
+        for item in needs_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU, and torch finds none"))
