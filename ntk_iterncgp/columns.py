@@ -1,0 +1,275 @@
+"""Tall matrices: how actions S and their images T = K S are stored.
+
+Both have n = N·C rows (class index fastest) and B columns. The solver needs very little from them: combinations of
+columns (S a), inner products (SᵀV), and inner products through a block-diagonal weight (SᵀW⁺S, TᵀWT). Two formats answer:
+
+`DenseColumns`      any matrix; the columns lie contiguously in storage that is grown in place.
+`KroneckerColumns`  S = U ⊗ H with U (N, r) and H (C, q): with one kernel for all outputs, r columns of k(X, X) U are the
+                    images of r·q actions, and only the N×r factor is ever stored.
+
+Columns may be float32; everything summed over rows is summed in float64, a slice of rows at a time.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SLICE_BYTES = 4 * 2**20  # a float64 slice of rows: large enough for a GEMM, small enough to stay in cache
+
+Weight = Callable[[slice, Tensor], Tensor]
+"""Block-diagonal product on some data: (slice of data, block (rows, C, k)) -> (rows, C, k)."""
+
+
+class Columns(ABC):
+    """A matrix with `num_data · num_outputs` rows and `size` columns. Never changed once made."""
+
+    def __init__(self, num_data: int, num_outputs: int, size: int, like: Tensor) -> None:
+        self.num_data, self.num_outputs, self.size = num_data, num_outputs, size
+        self.dtype, self.device = like.dtype, like.device
+
+    @property
+    @abstractmethod
+    def factor(self) -> DenseColumns:
+        """What is stored and rotated: the columns themselves, or U of U ⊗ H."""
+
+    @property
+    def num_contrasts(self) -> int:
+        """How many columns each stored column stands for: q of U ⊗ H."""
+        return self.size // self.factor.size if self.factor.size else 1
+
+    @abstractmethod
+    def combine(self, coefficients: Tensor) -> Tensor:  # (B, k) -> (n, k)
+        """S a, in float64."""
+
+    @abstractmethod
+    def inner(self, block: Tensor) -> Tensor:  # (n, k) -> (B, k)
+        """SᵀV, in float64."""
+
+    @abstractmethod
+    def gram(self, other: Columns) -> Tensor:  # (B, B')
+        """SᵀT for two matrices of the same format, in float64."""
+
+    @abstractmethod
+    def rows(self, data: slice) -> Tensor:  # (rows, C, B)
+        """The rows of some data, written out in float64."""
+
+    @abstractmethod
+    def append(self, other: Columns) -> Columns:
+        """[S, S'], both of the same format."""
+
+    @abstractmethod
+    def rotate(self, coefficients: Tensor) -> Columns:  # (r, R)
+        """The stored columns times Q, as new columns."""
+
+    @abstractmethod
+    def orthonormalise(self, block: Tensor, project: Callable[[Tensor], Tensor]) -> Columns:  # (n, k)
+        """The part of a block that is new: orthonormal columns, orthogonal to these; dependent ones are dropped.
+
+        `project` is the projection onto the range of the curvature (zero sum over the classes, for softmax).
+        """
+
+    @property
+    def tolerance(self) -> float:
+        """A column of which less than this share is left after orthogonalisation is dropped as dependent."""
+        return 1e-8 if self.dtype == torch.float64 else 1e-4
+
+    def slices(self, num_columns: int | None = None) -> Iterator[slice]:
+        """Slices of data whose rows, in float64, fill about `SLICE_BYTES`."""
+        width = max(1, self.size if num_columns is None else num_columns)
+        step = max(1, SLICE_BYTES // (8 * self.num_outputs * width))
+        for start in range(0, self.num_data, step):
+            yield slice(start, min(start + step, self.num_data))
+
+    @abstractmethod
+    def diagonal_inner(self, diagonal: Tensor, other: Columns) -> Tensor:  # (N, C) -> (B, B')
+        """Sᵀ diag(d) S', in float64."""
+
+    def weighted_inner(self, weight: Weight, other: Columns) -> Tensor:  # (B, B')
+        """Sᵀ D S' for a block-diagonal D, in float64, without a second tall matrix."""
+        total = torch.zeros(self.size, other.size, dtype=torch.float64, device=self.device)
+        for data in self.slices(max(self.size, other.size)):
+            right = other.rows(data)
+            left = right if other is self else self.rows(data)
+            total += left.flatten(0, 1).T @ weight(data, right).flatten(0, 1)
+        return total
+
+
+class DenseColumns(Columns):
+    """Columns written out; `storage` (capacity, n) holds one column per row so that a new one is a contiguous write."""
+
+    def __init__(self, storage: Tensor, size: int, num_outputs: int) -> None:
+        super().__init__(storage.shape[1] // num_outputs, num_outputs, size, storage)
+        self.storage = storage  # (capacity, n)
+
+    @property
+    def factor(self) -> DenseColumns:
+        return self
+
+    @classmethod
+    def empty(
+        cls, num_data: int, num_outputs: int, *, capacity: int, dtype: torch.dtype, device: torch.device
+    ) -> DenseColumns:
+        return cls(torch.empty(capacity, num_data * num_outputs, dtype=dtype, device=device), 0, num_outputs)
+
+    @classmethod
+    def of(cls, block: Tensor, num_outputs: int) -> DenseColumns:  # (n, k)
+        return cls(block.T.contiguous(), block.shape[1], num_outputs)
+
+    @property
+    def matrix(self) -> Tensor:  # (n, B)
+        return self.storage[: self.size].T
+
+    def combine(self, coefficients: Tensor) -> Tensor:
+        return (self.matrix @ coefficients.to(self.dtype)).double()
+
+    def inner(self, block: Tensor) -> Tensor:
+        if self.dtype == torch.float64:
+            return self.matrix.T @ block.double()
+        total = torch.zeros(self.size, block.shape[1], dtype=torch.float64, device=self.device)
+        for data in self.slices():
+            rows = slice(data.start * self.num_outputs, data.stop * self.num_outputs)
+            total += self.storage[: self.size, rows].double() @ block[rows].double()
+        return total
+
+    def gram(self, other: Columns) -> Tensor:
+        assert isinstance(other, DenseColumns)
+        if self.dtype == torch.float64:
+            return self.matrix.T @ other.matrix
+        return self.weighted_inner(lambda data, block: block, other)
+
+    def diagonal_inner(self, diagonal: Tensor, other: Columns) -> Tensor:
+        return self.weighted_inner(lambda data, block: diagonal[data, :, None] * block, other)
+
+    def rows(self, data: slice) -> Tensor:
+        part = self.storage[: self.size, data.start * self.num_outputs : data.stop * self.num_outputs]
+        return part.T.unflatten(0, (data.stop - data.start, self.num_outputs)).double()
+
+    def append(self, other: Columns) -> DenseColumns:
+        """Writes behind the used columns where there is room.
+
+        Earlier views see only their own columns. Two extensions of the *same* view would share room: the solver
+        extends each state once, and drops a state it does not continue.
+        """
+        assert isinstance(other, DenseColumns)
+        size, storage = self.size + other.size, self.storage
+        if size > storage.shape[0]:
+            storage = storage.new_empty(max(size, int(1.5 * self.size)), storage.shape[1])
+            storage[: self.size] = self.storage[: self.size]
+        storage[self.size : size] = other.storage[: other.size]
+        return DenseColumns(storage, size, self.num_outputs)
+
+    def rotate(self, coefficients: Tensor) -> DenseColumns:
+        rotated = coefficients.T.to(self.dtype) @ self.storage[: self.size]
+        return DenseColumns(rotated, rotated.shape[0], self.num_outputs)
+
+    def orthonormalise(self, block: Tensor, project: Callable[[Tensor], Tensor]) -> DenseColumns:
+        new = _orthonormalise(project(block).to(self.dtype), self.matrix, self.tolerance)
+        return DenseColumns.of(project(new), self.num_outputs)  # once more: rounding is no longer small after scaling
+
+
+class KroneckerColumns(Columns):
+    """U ⊗ H: column (i, j) is U[:, i] for the data times H[:, j] for the outputs; HᵀH = I."""
+
+    def __init__(self, factor: DenseColumns, contrasts: Tensor) -> None:
+        num_outputs, num_contrasts = contrasts.shape
+        super().__init__(factor.num_data, num_outputs, factor.size * num_contrasts, factor.storage)
+        self._factor = factor  # (N, r)
+        self.contrasts = contrasts  # (C, q), float64
+
+    @property
+    def factor(self) -> DenseColumns:
+        return self._factor
+
+    def combine(self, coefficients: Tensor) -> Tensor:
+        r, q, k = self.factor.size, self.contrasts.shape[1], coefficients.shape[1]
+        data = self.factor.combine(coefficients.reshape(r, q * k)).reshape(self.num_data, q, k)
+        return torch.einsum("cq,nqk->nck", self.contrasts, data).flatten(0, 1)
+
+    def inner(self, block: Tensor) -> Tensor:
+        k = block.shape[1]
+        blocks = block.double().unflatten(0, (self.num_data, self.num_outputs))
+        contrast = torch.einsum("cq,nck->nqk", self.contrasts, blocks)
+        return self.factor.inner(contrast.flatten(1)).reshape(self.size, k)
+
+    def gram(self, other: Columns) -> Tensor:
+        assert isinstance(other, KroneckerColumns)
+        return torch.kron(self.factor.gram(other.factor), self.contrasts.T @ other.contrasts)
+
+    def rows(self, data: slice) -> Tensor:
+        return torch.einsum("ni,cj->ncij", self.factor.rows(data).squeeze(1), self.contrasts).flatten(2)
+
+    def diagonal_inner(self, diagonal: Tensor, other: Columns) -> Tensor:
+        """Σ_c (Uᵀ diag(d_c) U') ⊗ (h_c h_cᵀ), with h_c the rows of H: C products of N×r matrices instead of N·C×B ones."""
+        assert isinstance(other, KroneckerColumns)
+        shape = (self.num_outputs, self.factor.size, other.factor.size)
+        grams = torch.zeros(shape, dtype=torch.float64, device=self.device)
+        for data in self.slices(max(self.factor.size, other.factor.size)):
+            left, right = self.factor.rows(data).squeeze(1), other.factor.rows(data).squeeze(1)
+            for c in range(self.num_outputs):
+                grams[c] += left.T @ (diagonal[data, c, None] * right)
+        total = torch.einsum("crs,cj,ck->rjsk", grams, self.contrasts, other.contrasts)
+        return total.reshape(self.size, other.size)
+
+    def weighted_inner(self, weight: Weight, other: Columns) -> Tensor:
+        """Σ_n (u_n u'_nᵀ) ⊗ (Hᵀ D_n H): the C×C blocks of D meet the contrasts once, not once per column of U."""
+        assert isinstance(other, KroneckerColumns)
+        q, r = self.contrasts.shape[1], other.factor.size
+        total = torch.zeros(q, self.factor.size, r * q, dtype=torch.float64, device=self.device)
+        for data in self.slices(max(1, r)):
+            left, right = self.factor.rows(data).squeeze(1), other.factor.rows(data).squeeze(1)  # (rows, r), (rows, r')
+            block = self.contrasts.T @ weight(data, other.contrasts.expand(len(left), -1, -1))  # (rows, q, q)
+            for j in range(q):
+                total[j] += left.T @ (right[:, :, None] * block[:, j, None, :]).flatten(1)
+        return total.transpose(0, 1).reshape(self.size, other.size)
+
+    def append(self, other: Columns) -> KroneckerColumns:
+        assert isinstance(other, KroneckerColumns)
+        return KroneckerColumns(self.factor.append(other.factor), self.contrasts)
+
+    def rotate(self, coefficients: Tensor) -> KroneckerColumns:  # (r, r'): rotates U, and with it U ⊗ H
+        return KroneckerColumns(self.factor.rotate(coefficients), self.contrasts)
+
+    def orthonormalise(self, block: Tensor, project: Callable[[Tensor], Tensor]) -> KroneckerColumns:
+        per_output = block.reshape(self.num_data, -1)  # (N, C·k): each class of each action becomes a column of U
+        return KroneckerColumns(self.factor.orthonormalise(per_output, lambda u: u), self.contrasts)  # H projects
+
+
+@dataclass(frozen=True, eq=False)
+class Buffer:
+    """The actions taken so far and what the prior made of them."""
+
+    actions: Columns
+    images: Columns
+
+    @property
+    def size(self) -> int:
+        return self.actions.size
+
+    def append(self, other: Buffer) -> Buffer:
+        return Buffer(self.actions.append(other.actions), self.images.append(other.images))
+
+    def rotate(self, coefficients: Tensor) -> Buffer:  # (r, R)
+        return Buffer(self.actions.rotate(coefficients), self.images.rotate(coefficients))
+
+
+def _orthonormalise(block: Tensor, basis: Tensor, tolerance: float) -> Tensor:  # (n, k), (n, B) -> (n, k')
+    """Gram–Schmidt, twice, first against the basis and then column by column within the block."""
+    norms = torch.linalg.vector_norm(block, dim=0)
+    block = block / torch.where(norms > 0, norms, 1.0)
+    for _ in range(2):
+        block = block - basis @ (basis.T @ block)
+    kept = torch.zeros_like(block)
+    keep = torch.zeros(block.shape[1], dtype=torch.bool, device=block.device)
+    for j in range(block.shape[1]):  # over actions, never over data
+        column, previous = block[:, j], kept[:, :j]
+        for _ in range(2):
+            column = column - previous @ (previous.T @ column)
+        norm = torch.linalg.vector_norm(column)
+        keep[j] = (norm > tolerance) & (norms[j] > 0)
+        kept[:, j] = torch.where(keep[j], column / norm, 0.0)
+    return kept[:, keep]

@@ -1,0 +1,105 @@
+"""The contract of a likelihood p(y | f), log-concave in f and independent over data.
+
+Four questions, with W = −∇² log p(y | f), block diagonal with one C×C block per datum:
+
+    log_prob   log p(y_n | f_n)                score      ∇ = ∇_f log p(y | f)
+    curvature  W V                             noise      W⁺ V
+
+and one more where W is singular: `project`, the projection onto the range of W. Every action the solver takes lies
+there, so that a direction about which the data say nothing is never conditioned on.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from ntk_iterncgp.likelihoods.quadrature import covariance_root, normal_points
+
+CURVATURE_FLOOR = 1e-10
+"""Probabilities and rates are held at or above this, in W and W⁺ alike.
+
+A decided point (π ~ 1e-30) carries no information, but its noise 1/π would drown all other entries of the small
+matrices in rounding. At the floor it still carries none that can be seen: it adds at most 1e-10 to the precision.
+"""
+
+
+class Likelihood(ABC):
+    """An observation model. `latent` is (N, C), `block` is (N, C, k); any subset of the data may be passed."""
+
+    num_outputs: int = 1
+    is_quadratic: bool = False  # log p is quadratic in f: a single Newton step is exact
+
+    @abstractmethod
+    def check_targets(self, targets: Tensor) -> Tensor:
+        """The targets as they are used inside, or a ValueError that says what is wrong with them."""
+
+    @abstractmethod
+    def log_prob(self, latent: Tensor, targets: Tensor) -> Tensor:  # (N, C) -> (N,)
+        """log p(y_n | f_n) for each datum."""
+
+    @abstractmethod
+    def score(self, latent: Tensor, targets: Tensor) -> Tensor:  # (N, C) -> (N, C)
+        """∇_f log p(y | f)."""
+
+    @abstractmethod
+    def curvature(self, latent: Tensor, block: Tensor) -> Tensor:  # (N, C), (N, C, k) -> (N, C, k)
+        """W V."""
+
+    @abstractmethod
+    def noise(self, latent: Tensor, block: Tensor) -> Tensor:  # (N, C), (N, C, k) -> (N, C, k)
+        """W⁺ V."""
+
+    def noise_diagonal(self, latent: Tensor) -> Tensor | None:  # (N, C) -> (N, C)
+        """A diagonal that acts within the range of W as W⁺ does, where there is one. Spares work; may stay None."""
+        return None
+
+    @abstractmethod
+    def response(self, latent: Tensor) -> Tensor:  # (..., C) -> (..., C)
+        """E[y | f]: what the latent values say about an observation."""
+
+    @abstractmethod
+    def expected_response(self, mean: Tensor, variance: Tensor) -> Tensor:  # (b, C), (b, C) -> (b, C)
+        """E[response(f)] for f ~ N(mean, diag variance): in closed form, or by the probit approximation."""
+
+    def expected_log_prob(self, mean: Tensor, covariance: Tensor, targets: Tensor) -> Tensor:  # (N, C), (N, C, C) -> (N,)
+        """E[log p(y | f)] for f ~ N(mean, covariance), by fixed points unless there is a closed form."""
+        points, weights = normal_points(self.num_outputs, 256, mean.device)
+        root, total = covariance_root(covariance), torch.zeros(len(mean), dtype=mean.dtype, device=mean.device)
+        for point, weight in zip(points, weights, strict=True):
+            total += weight * self.log_prob(mean + root @ point, targets)
+        return total
+
+    def project(self, block: Tensor) -> Tensor:  # (N, C, k) -> (N, C, k)
+        """The projection onto the range of W."""
+        return block
+
+    def contrasts(self, device: torch.device) -> Tensor:  # (C, q)
+        """An orthonormal basis of the range of each datum's W, in float64."""
+        return torch.eye(self.num_outputs, dtype=torch.float64, device=device)
+
+    @property
+    def curvature_rank(self) -> int:
+        """The rank of each datum's block of W."""
+        return self.num_outputs
+
+
+def one_dimensional(targets: Tensor, name: str, meaning: str) -> Tensor:
+    """Targets with one number per datum, or a sentence."""
+    if targets.ndim == 2 and targets.shape[1] == 1:
+        targets = targets[:, 0]
+    if targets.ndim != 1:
+        raise ValueError(
+            f"The {name} likelihood expects y of shape (N,), {meaning}, but got shape {tuple(targets.shape)}. "
+            "Pass one number per datum."
+        )
+    return targets
+
+
+def require(condition: Tensor, targets: Tensor, message: str) -> None:
+    """Raise `message` with the first offending target where the condition fails."""
+    if not bool(condition.all()):
+        first = int(torch.nonzero(~condition.reshape(-1))[0])
+        raise ValueError(f"{message} The first offending entry is y[{first}] = {targets.reshape(-1)[first].item()}.")

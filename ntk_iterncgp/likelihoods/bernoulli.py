@@ -1,0 +1,50 @@
+"""Binary classification, p(y = 1 | f) = σ(f), y ∈ {0, 1}: ∇ = y − σ, W = σ(1 − σ), W⁺ = 1/W."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from ntk_iterncgp.likelihoods.base import CURVATURE_FLOOR, Likelihood, one_dimensional, require
+
+
+class Bernoulli(Likelihood):
+    """One latent function, the logit of class 1."""
+
+    def __repr__(self) -> str:
+        return "Bernoulli()"
+
+    def check_targets(self, targets: Tensor) -> Tensor:
+        targets = one_dimensional(targets, "Bernoulli", "each 0 or 1").double()
+        message = "The Bernoulli likelihood expects labels 0 and 1. Encode the two classes as 0 and 1."
+        require((targets == 0) | (targets == 1), targets, message)
+        return targets
+
+    def log_prob(self, latent: Tensor, targets: Tensor) -> Tensor:
+        return logsigmoid((2 * targets - 1) * latent[:, 0])
+
+    def score(self, latent: Tensor, targets: Tensor) -> Tensor:
+        sign = (2 * targets - 1)[:, None]
+        return sign * torch.sigmoid(-sign * latent)  # y − σ(f), without the cancellation at decided points
+
+    def curvature(self, latent: Tensor, block: Tensor) -> Tensor:
+        return self._weight(latent)[..., None] * block
+
+    def noise(self, latent: Tensor, block: Tensor) -> Tensor:
+        return self.noise_diagonal(latent)[..., None] * block
+
+    def noise_diagonal(self, latent: Tensor) -> Tensor:
+        return 1 / self._weight(latent)
+
+    def response(self, latent: Tensor) -> Tensor:
+        return torch.sigmoid(latent)
+
+    def expected_response(self, mean: Tensor, variance: Tensor) -> Tensor:
+        return torch.sigmoid(mean / torch.sqrt(1 + math.pi / 8 * variance))
+
+    @staticmethod
+    def _weight(latent: Tensor) -> Tensor:  # (N, 1)
+        return (torch.sigmoid(latent) * torch.sigmoid(-latent)).clamp_min(CURVATURE_FLOOR)

@@ -1,0 +1,67 @@
+"""Gaussian regression, p(y | f) = N(y; f, σ² I): ∇ = (y − f)/σ², W = 1/σ², W⁺ = σ². One Newton step; ŷ = y."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from ntk_iterncgp.likelihoods.base import Likelihood
+
+
+class Gaussian(Likelihood):
+    """Independent Gaussian noise of variance `noise` on each of `num_outputs` outputs."""
+
+    is_quadratic = True
+
+    def __init__(self, noise: float, num_outputs: int = 1) -> None:
+        if not (math.isfinite(noise) and noise > 0):
+            raise ValueError(
+                f"Gaussian expects a positive, finite noise variance, but got {noise}. Pass for instance noise=0.01."
+            )
+        if num_outputs < 1:
+            raise ValueError(f"Gaussian expects at least one output, but got num_outputs={num_outputs}.")
+        self.variance = float(noise)
+        self.num_outputs = num_outputs
+
+    def __repr__(self) -> str:
+        outputs = f", num_outputs={self.num_outputs}" if self.num_outputs > 1 else ""
+        return f"Gaussian(noise={self.variance:g}{outputs})"
+
+    def check_targets(self, targets: Tensor) -> Tensor:
+        targets = targets.double()
+        if targets.ndim == 1:
+            targets = targets[:, None]
+        if targets.ndim != 2 or targets.shape[1] != self.num_outputs:
+            raise ValueError(
+                f"Gaussian with {self.num_outputs} output(s) expects y of shape (N, {self.num_outputs})"
+                f"{' or (N,)' if self.num_outputs == 1 else ''}, but got {tuple(targets.shape)}. "
+                "Set num_outputs to the number of columns of y."
+            )
+        return targets
+
+    def log_prob(self, latent: Tensor, targets: Tensor) -> Tensor:
+        constant = self.num_outputs * math.log(2 * math.pi * self.variance)
+        return -0.5 * (((targets - latent) ** 2).sum(1) / self.variance + constant)
+
+    def score(self, latent: Tensor, targets: Tensor) -> Tensor:
+        return (targets - latent) / self.variance
+
+    def curvature(self, latent: Tensor, block: Tensor) -> Tensor:
+        return block / self.variance
+
+    def noise(self, latent: Tensor, block: Tensor) -> Tensor:
+        return block * self.variance
+
+    def noise_diagonal(self, latent: Tensor) -> Tensor:
+        return latent.new_full(latent.shape, self.variance)
+
+    def response(self, latent: Tensor) -> Tensor:
+        return latent
+
+    def expected_response(self, mean: Tensor, variance: Tensor) -> Tensor:
+        return mean
+
+    def expected_log_prob(self, mean: Tensor, covariance: Tensor, targets: Tensor) -> Tensor:
+        spread = covariance.diagonal(dim1=1, dim2=2).sum(1)
+        return self.log_prob(mean, targets) - 0.5 * spread / self.variance

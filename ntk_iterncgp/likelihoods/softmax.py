@@ -1,0 +1,83 @@
+"""Multi-class classification, p(y = c | f) = π_c = softmax(f)_c: ∇ = y − π, W = diag π − ππᵀ, W⁺ = Π diag(1/π) Π.
+
+Π = I − 11ᵀ/C. W is zero along 1 in every datum: the data say nothing about Σ_c f_c, so the noise there is infinite,
+while W⁺ puts *none* there. `project` keeps every action zero-sum over the classes, and then W⁺ is right for any prior
+(departure 1 from the paper, essential where outputs are correlated as in every network).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ntk_iterncgp.likelihoods.base import CURVATURE_FLOOR, Likelihood, one_dimensional, require
+
+
+class Softmax(Likelihood):
+    """`num_classes` latent functions, the logits."""
+
+    def __init__(self, num_classes: int) -> None:
+        if num_classes < 2:
+            raise ValueError(
+                f"Softmax expects at least two classes, but got {num_classes}. "
+                "For two classes with a single latent function use Bernoulli()."
+            )
+        self.num_outputs = int(num_classes)
+
+    def __repr__(self) -> str:
+        return f"Softmax({self.num_outputs})"
+
+    @property
+    def curvature_rank(self) -> int:
+        return self.num_outputs - 1
+
+    def check_targets(self, targets: Tensor) -> Tensor:
+        targets = one_dimensional(targets, "Softmax", "each a class label")
+        message = (
+            f"Softmax({self.num_outputs}) expects whole-number labels from 0 to {self.num_outputs - 1}. "
+            "Relabel the classes from 0, or pass the right number of classes."
+        )
+        require((targets == targets.long()) & (targets >= 0) & (targets < self.num_outputs), targets, message)
+        return targets.long()
+
+    def log_prob(self, latent: Tensor, targets: Tensor) -> Tensor:
+        return torch.log_softmax(latent, 1).gather(1, targets[:, None])[:, 0]
+
+    def score(self, latent: Tensor, targets: Tensor) -> Tensor:
+        score = -torch.softmax(latent, 1)
+        return score.scatter_add(1, targets[:, None], score.new_ones(len(score), 1))
+
+    def curvature(self, latent: Tensor, block: Tensor) -> Tensor:
+        probabilities = self._probabilities(latent)[..., None]
+        weighted = probabilities * block
+        return weighted - probabilities * weighted.sum(1, keepdim=True)
+
+    def noise(self, latent: Tensor, block: Tensor) -> Tensor:
+        return self.project(self.noise_diagonal(latent)[..., None] * self.project(block))
+
+    def noise_diagonal(self, latent: Tensor) -> Tensor:
+        return 1 / self._probabilities(latent)
+
+    def project(self, block: Tensor) -> Tensor:
+        return block - block.mean(1, keepdim=True)
+
+    def contrasts(self, device: torch.device) -> Tensor:
+        """Helmert's contrasts: class j against the mean of the classes before it."""
+        classes = torch.arange(self.num_outputs, dtype=torch.float64, device=device)
+        column = classes[1:][None]  # j = 1 … C−1
+        below, at = (classes[:, None] < column).double(), (classes[:, None] == column).double()
+        return (below - column * at) / torch.sqrt(column * (column + 1))
+
+    def response(self, latent: Tensor) -> Tensor:
+        return torch.softmax(latent, -1)
+
+    def expected_response(self, mean: Tensor, variance: Tensor) -> Tensor:
+        return torch.softmax(mean / torch.sqrt(1 + math.pi / 8 * variance), -1)
+
+    @staticmethod
+    def _probabilities(latent: Tensor) -> Tensor:  # (N, C)
+        """π from log-softmax, held at the floor and normalised again: the one place where W and W⁺ get it."""
+        floored = torch.log_softmax(latent, 1).clamp_min(math.log(CURVATURE_FLOOR))
+        return torch.softmax(floored, 1)
