@@ -1,0 +1,168 @@
+"""Algorithm 1, the outer loop: Newton's method for the mode, each step a GP regression problem (Alg. 2).
+
+Departure 3 from the paper: Newton's steps are damped. Ψ(v) = log p(y | m + K v) − ½ vᵀK v never falls, because
+
+1.  the step from the current point towards the solution of the linear system is shortened until Ψ rises, and
+2.  where that direction does not ascend (a coarse solution may not), Newton's method is run on Ψ *within the span*
+    of the actions: (G + TᵀWT) d = Tᵀ(∇ − v) always ascends and never inverts W.
+
+Neither costs a product: g = K v is linear along a step, so a trial costs O(n). `damped=False` is the paper's listing.
+Once the products are spent, further Newton steps within the span are free, and are taken until the mean converges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+
+import torch
+
+from ntk_iterncgp.columns import Buffer, Columns, DenseColumns, KroneckerColumns
+from ntk_iterncgp.solver.inner import inner_loop
+from ntk_iterncgp.solver.policies import Policy, RandomSubspace
+from ntk_iterncgp.solver.problem import Problem
+from ntk_iterncgp.solver.recycling import COMPRESSIONS, virtual_solver_run
+from ntk_iterncgp.solver.state import Iterate, State
+from ntk_iterncgp.solver.stopping import Status, Stopping
+
+MAX_PRIMAL_STEPS = 3
+MAX_HALVINGS = 40
+
+
+@dataclass(frozen=True)
+class NewtonOptions:
+    """What may be varied about the outer loop besides when it stops."""
+
+    max_rank: int | None = None
+    compression: str = "mean+trace"
+    damped: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_rank is not None and (not isinstance(self.max_rank, int) or self.max_rank < 1):
+            raise ValueError(f"max_rank expects None or a whole number of at least 1, but got {self.max_rank!r}.")
+        if self.compression not in COMPRESSIONS:
+            raise ValueError(f"compression expects one of {COMPRESSIONS}, but got {self.compression!r}.")
+
+
+def initial_state(problem: Problem, *, seed: int, capacity: int, kronecker: bool = False) -> State:
+    """f = m, no actions (Alg. 1, lines 2 to 4)."""
+    prior = problem.prior
+    device = prior.device
+    zeros = torch.zeros(problem.num_rows, dtype=torch.float64, device=device)
+    empty = torch.zeros(0, 0, dtype=torch.float64, device=device)
+    contrasts = problem.likelihood.contrasts(device) if kronecker else None
+
+    def columns() -> Columns:
+        outputs = 1 if kronecker else prior.num_outputs
+        dense = DenseColumns.empty(prior.num_data, outputs, capacity=capacity, dtype=prior.dtype, device=device)
+        return dense if contrasts is None else KroneckerColumns(dense, contrasts)
+
+    return State(
+        problem=problem,
+        iterate=Iterate(empty[0:0].reshape(0), zeros, zeros),
+        buffer=Buffer(columns(), columns()),
+        gram=empty,
+        noise_gram=empty,
+        generator=torch.Generator(device=device).manual_seed(seed),
+    )
+
+
+def newton(
+    state: State, policy: Policy, stopping: Stopping, options: NewtonOptions
+) -> Generator[State, None, tuple[State, Status]]:
+    """Yields a state after each block of actions and each Newton step; returns the last one and why it stopped."""
+    prior, quadratic = state.problem.prior, state.problem.likelihood.is_quadratic
+    limit = prior.num_products + stopping.max_products
+    max_steps = stopping.max_products if stopping.spend_all else stopping.max_newton_steps
+    for _ in range(max_steps):  # Alg. 1, line 5
+        left = limit - prior.num_products
+        state, inner_status = yield from inner_loop(  # line 8
+            state,
+            policy,
+            max_products=left if quadratic else min(left, stopping.products_per_step),
+            residual_tol=0.0 if stopping.spend_all else stopping.residual_tol,
+        )
+        damped = options.damped and not quadratic
+        iterate = ascend(state) if damped else state.solution  # line 9: f ← K v + m
+        converged = _is_close(iterate, state.iterate, stopping.newton_tol)
+        state = replace(state, newton_step=state.newton_step + 1)
+        state = virtual_solver_run(state, iterate, max_rank=options.max_rank, compression=options.compression)
+        yield state  # line 6: the noise at the new point, for the actions there are
+        if quadratic or (stopping.spend_all and inner_status is Status.EXHAUSTED):
+            return state, inner_status
+        done = prior.num_products >= limit if stopping.spend_all else converged
+        if done:
+            return state, Status.CONVERGED if converged and left > 0 else Status.BUDGET
+    return state, Status.BUDGET if prior.num_products >= limit else Status.NEWTON_STEPS
+
+
+def refine(
+    state: State, policy: Policy, stopping: Stopping, options: NewtonOptions
+) -> Generator[State, None, tuple[State, Status]]:
+    """Spend all of `max_products` from where a run stopped; with random probes once the policy has nothing new.
+
+    Past the convergence of the mean, the residual's directions still contract the variance more per product than
+    random probes do, also where they are no more than amplified rounding.
+    """
+    prior = state.problem.prior
+    limit = prior.num_products + stopping.max_products
+    state, status = yield from newton(state, policy, replace(stopping, spend_all=True), options)
+    if status is Status.EXHAUSTED and prior.num_products < limit:
+        rest = replace(stopping, spend_all=True, max_products=limit - prior.num_products)
+        state, status = yield from newton(state, RandomSubspace(), rest, options)
+    return state, status
+
+
+def ascend(state: State) -> Iterate:
+    """The next point of Newton's method: Ψ does not fall."""
+    iterate, moved = line_search(state.problem, state.iterate, state.solution)
+    rounding = torch.finfo(state.buffer.images.dtype).eps ** 0.5
+    if moved or _is_close(state.solution, state.iterate, rounding):
+        return iterate
+    images = state.problem.prior.lift(state.buffer.images)
+    for _ in range(MAX_PRIMAL_STEPS):
+        latent = state.problem.latent(iterate.offset)
+        ascent = state.problem.score(latent) - iterate.representer_weights
+        hessian = state.gram + state.problem.curvature_inner(latent, images)
+        hessian.diagonal().add_(1e-14 * float(hessian.diagonal().mean()))
+        direction = torch.linalg.solve(hessian, images.inner(ascent[:, None]))
+        target = Iterate(
+            iterate.coefficients + direction[:, 0],
+            iterate.representer_weights + state.buffer.actions.combine(direction)[:, 0],
+            iterate.offset + images.combine(direction)[:, 0],
+        )
+        iterate, moved = line_search(state.problem, iterate, target)
+        if not moved:
+            break
+    return iterate
+
+
+def _is_close(new: Iterate, old: Iterate, tolerance: float) -> bool:
+    """‖g_i − g_{i−1}‖ ≤ δ ‖g_i‖."""
+    return bool((new.offset - old.offset).norm() <= tolerance * new.offset.norm())
+
+
+def line_search(problem: Problem, start: Iterate, target: Iterate) -> tuple[Iterate, bool]:
+    """Halve the step until Ψ rises enough (Armijo); near the mode, where Ψ is flat to rounding, until its slope falls."""
+    direction = target.offset - start.offset
+    value, slope = objective_and_slope(problem, start, direction)
+    if not slope > 0:
+        return start, False
+    rounding = 1e-14 * (1 + abs(value))
+    step = 1.0
+    for _ in range(MAX_HALVINGS):
+        trial = start.towards(target, step)
+        trial_value, trial_slope = objective_and_slope(problem, trial, direction)
+        if trial_value >= value + 1e-4 * step * slope and trial_value > value:
+            return trial, True
+        if trial_value >= value - rounding and abs(trial_slope) <= 0.9 * slope:
+            return trial, True
+        step /= 2
+    return start, False
+
+
+def objective_and_slope(problem: Problem, iterate: Iterate, direction: torch.Tensor) -> tuple[float, float]:
+    """Ψ, and its derivative (∇ − v)ᵀ K d along a direction given by K d."""
+    latent = problem.latent(iterate.offset)
+    value = problem.log_prob(latent) - 0.5 * float(iterate.representer_weights @ iterate.offset)
+    return value, float((problem.score(latent) - iterate.representer_weights) @ direction)

@@ -1,0 +1,89 @@
+"""Policies choose the next actions: any callable from a state to a block of columns (n, k) is one.
+
+    unit                Π e_i, datum after datum                       a subset of the data
+    residual            Π r                                            conjugate gradients on K + W⁺ (the paper's)
+    curvature_residual  W r = ∇ + W(g − K v) − v                       conjugate gradients on I + W^{½}KW^{½}
+    random_subspace     W (Σ W)ᵖ ξ, Σ the current covariance           blocks that contract the variance
+
+What a policy returns need be neither orthogonal nor normalised, nor new: the solver sees to that, and drops what is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ntk_iterncgp.columns import DenseColumns
+from ntk_iterncgp.solver.state import State
+
+Policy = Callable[[State], Tensor]
+
+
+def residual(state: State) -> Tensor:  # (n, 1)
+    return state.residual[:, None]
+
+
+def curvature_residual(state: State) -> Tensor:  # (n, 1)
+    return state.curvature_residual[:, None]
+
+
+class Unit:
+    """The next `block_size` unit vectors; after recycling it goes on where it stopped."""
+
+    def __init__(self, block_size: int = 1) -> None:
+        self.block_size = block_size
+
+    def __call__(self, state: State) -> Tensor:  # (n, k)
+        outputs, rank = state.problem.prior.num_outputs, state.problem.likelihood.curvature_rank
+        width = min(self.block_size, state.products_left)
+        last = min(state.num_proposals + width, state.problem.curvature_rank)
+        index = torch.arange(min(state.num_proposals, last), last, device=state.latent.device)
+        block = torch.zeros(state.problem.num_rows, len(index), dtype=torch.float64, device=state.latent.device)
+        block[(index // rank) * outputs + index % rank, torch.arange(len(index), device=index.device)] = 1.0
+        return block
+
+
+class RandomSubspace:
+    """Random probes pushed towards what is still uncertain: W (Σ W)ᵖ ξ with Σ = K − T M⁻¹Tᵀ.
+
+    Each power step costs one product per column on top of the one that every action costs.
+    """
+
+    def __init__(self, block_size: int = 8, power_steps: int = 1) -> None:
+        self.block_size, self.power_steps = block_size, power_steps
+
+    def __call__(self, state: State) -> Tensor:  # (n, k)
+        problem, prior = state.problem, state.problem.prior
+        width = max(1, min(self.block_size, state.products_left // (1 + self.power_steps)))
+        probes = torch.randn(
+            problem.num_rows, width, generator=state.generator, dtype=torch.float64, device=state.latent.device
+        )
+        block = problem.curvature(state.latent, probes)
+        images = prior.lift(state.buffer.images)
+        for _ in range(self.power_steps):
+            pushed = prior.lift(prior.image(DenseColumns.of(block.to(prior.dtype), prior.num_outputs)))
+            product = pushed.combine(torch.eye(width, dtype=torch.float64, device=block.device))
+            if state.buffer.size:
+                product -= images.combine(state.factor.solve(images.inner(block)))
+            block = problem.curvature(state.latent, product)
+        return block
+
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "unit": Unit,
+    "residual": lambda: residual,
+    "curvature_residual": lambda: curvature_residual,
+    "random_subspace": RandomSubspace,
+}
+
+
+def resolve_policy(policy: str | Policy) -> Policy:
+    """A policy by name, or the callable itself."""
+    if callable(policy):
+        return policy
+    if policy not in POLICIES:
+        names = ", ".join(repr(name) for name in POLICIES)
+        raise ValueError(f"policy expects one of {names}, or a callable from a state to actions (n, k); got {policy!r}.")
+    return POLICIES[policy]()

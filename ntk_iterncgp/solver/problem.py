@@ -1,0 +1,77 @@
+"""What is to be inferred: a prior, a likelihood and targets, with the likelihood's questions asked in flat n-vectors.
+
+Vectors over the data are float64 throughout: there are only a handful of them, and saturated likelihoods need the range.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ntk_iterncgp.columns import Columns
+from ntk_iterncgp.likelihoods import Likelihood
+from ntk_iterncgp.priors import Prior
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """f ~ GP(m, K), y ~ p(y | f)."""
+
+    prior: Prior
+    likelihood: Likelihood
+    targets: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        """n = N·C."""
+        return self.prior.num_data * self.prior.num_outputs
+
+    @property
+    def curvature_rank(self) -> int:
+        """The rank of W: how many independent actions there are at most."""
+        return self.prior.num_data * self.likelihood.curvature_rank
+
+    def latent(self, offset: Tensor) -> Tensor:  # (n,) -> (N, C)
+        """f = m + g."""
+        return self.prior.mean + offset.reshape(-1, self.prior.num_outputs)
+
+    def log_prob(self, latent: Tensor) -> float:
+        return float(self.likelihood.log_prob(latent, self.targets).sum())
+
+    def score(self, latent: Tensor) -> Tensor:  # (N, C) -> (n,)
+        return self.likelihood.score(latent, self.targets).flatten()
+
+    def curvature(self, latent: Tensor, vector: Tensor) -> Tensor:  # (N, C), (n,) or (n, k)
+        return self.likelihood.curvature(latent, self._blocks(vector)).reshape(vector.shape)
+
+    def noise(self, latent: Tensor, vector: Tensor) -> Tensor:  # (N, C), (n,) or (n, k)
+        return self.likelihood.noise(latent, self._blocks(vector)).reshape(vector.shape)
+
+    def project(self, vector: Tensor) -> Tensor:  # (n,) or (n, k)
+        return self.likelihood.project(self._blocks(vector)).reshape(vector.shape)
+
+    def noise_inner(self, latent: Tensor, left: Columns, right: Columns) -> Tensor:  # (B, B')
+        """SᵀW⁺S'."""
+        diagonal = self.likelihood.noise_diagonal(latent)
+        if diagonal is not None:
+            return left.diagonal_inner(diagonal, right)
+        return left.weighted_inner(lambda data, block: self.likelihood.noise(latent[data], block), right)
+
+    def curvature_inner(self, latent: Tensor, images: Columns) -> Tensor:  # (B, B)
+        """TᵀWT."""
+        return images.weighted_inner(lambda data, block: self.likelihood.curvature(latent[data], block), images)
+
+    def curvature_trace(self, latent: Tensor) -> float:
+        """tr(W K), from the diagonal blocks of K."""
+        total = torch.zeros((), dtype=torch.float64, device=latent.device)
+        step = max(1, 2**19 // self.prior.num_outputs**2)
+        for start in range(0, self.prior.num_data, step):
+            data = slice(start, min(start + step, self.prior.num_data))
+            product = self.likelihood.curvature(latent[data], self.prior.data_covariance(data))
+            total += product.diagonal(dim1=1, dim2=2).sum()
+        return float(total)
+
+    def _blocks(self, vector: Tensor) -> Tensor:  # (N, C, k)
+        return vector.reshape(self.prior.num_data, self.prior.num_outputs, -1)

@@ -1,0 +1,216 @@
+"""The state of the solver: where Newton stands, the linear system there, and what is known about its solution.
+
+At Newton's point f = m + g (with g = K v and v = S w always in the span of the actions) the linear system is
+
+    (K + W⁺) v = b,    b = g + W⁺∇,
+
+and the actions S turn it into B equations: M a = Sᵀb with M = SᵀKS + SᵀW⁺S. Everything below follows from S, its images
+and small float64 matrices; the paper's Q is not stored. A state is frozen; what it can compute it computes once, when
+asked.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ntk_iterncgp.columns import Buffer, Columns
+from ntk_iterncgp.solver.factor import Factor, rounding_noise
+from ntk_iterncgp.solver.problem import Problem
+
+
+@dataclass(frozen=True, eq=False)
+class Iterate:
+    """Newton's point: v = S w, g = K v."""
+
+    coefficients: Tensor  # w (B,)
+    representer_weights: Tensor  # v (n,)
+    offset: Tensor  # g (n,)
+
+    def towards(self, other: Iterate, step: float) -> Iterate:
+        """The point a share `step` of the way to another."""
+        return Iterate(
+            self.coefficients + step * (other.coefficients - self.coefficients),
+            self.representer_weights + step * (other.representer_weights - self.representer_weights),
+            self.offset + step * (other.offset - self.offset),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """One Newton step's linear system and its solution in the span of the actions."""
+
+    problem: Problem
+    iterate: Iterate
+    buffer: Buffer
+    gram: Tensor  # SᵀKS (B, B)
+    noise_gram: Tensor  # SᵀW⁺S (B, B)
+    generator: torch.Generator
+    newton_step: int = 0
+    num_products: int = 0
+    num_proposals: int = 0  # columns proposed by the policy so far, kept or dropped
+    products_left: int = 1  # what the current Newton step may still spend
+
+    # --- Newton's point -------------------------------------------------------------------------------------------
+
+    @cached_property
+    def latent(self) -> Tensor:  # f (N, C)
+        return self.problem.latent(self.iterate.offset)
+
+    @cached_property
+    def score(self) -> Tensor:  # ∇ (n,)
+        return self.problem.score(self.latent)
+
+    @cached_property
+    def objective(self) -> float:
+        """Ψ = log p(y | f) − ½ vᵀg, what Newton's method maximises."""
+        return self.problem.log_prob(self.latent) - 0.5 * float(self.iterate.representer_weights @ self.iterate.offset)
+
+    # --- the linear system there ----------------------------------------------------------------------------------
+
+    @cached_property
+    def right_hand_side(self) -> Tensor:  # b (n,)
+        """b = ŷ − m = g + W⁺∇."""
+        return self.iterate.offset + self.problem.noise(self.latent, self.score)
+
+    @cached_property
+    def rounding(self) -> float:
+        return rounding_noise(self.gram, self.noise_gram, self.buffer.images.dtype)
+
+    @cached_property
+    def factor(self) -> Factor:
+        """M = SᵀKS + SᵀW⁺S, factored."""
+        matrix = self.gram + self.noise_gram
+        matrix.diagonal().add_(self.rounding)
+        return Factor(matrix)
+
+    @cached_property
+    def noise_factor(self) -> Factor:
+        """SᵀW⁺S, factored."""
+        matrix = self.noise_gram.clone()
+        matrix.diagonal().add_(self.rounding)
+        return Factor(matrix)
+
+    @cached_property
+    def solution(self) -> Iterate:
+        """a = M⁻¹Sᵀb, v = S a, and K v = T a: no product."""
+        coefficients = self.factor.solve(self.buffer.actions.inner(self.right_hand_side[:, None]))
+        representer_weights = self.buffer.actions.combine(coefficients)
+        offset = self.problem.prior.lift(self.buffer.images).combine(coefficients)
+        return Iterate(coefficients[:, 0], representer_weights[:, 0], offset[:, 0])
+
+    @cached_property
+    def residual(self) -> Tensor:  # r (n,)
+        """r = b − K v − W⁺v, projected onto the range of W."""
+        v = self.solution.representer_weights
+        residual = self.right_hand_side - self.solution.offset - self.problem.noise(self.latent, v)
+        return self.problem.project(residual)
+
+    @cached_property
+    def curvature_residual(self) -> Tensor:  # W r (n,)
+        """W r = ∇ + W(g − K v) − v: no 1/π, and nothing at points that are already decided."""
+        change = self.iterate.offset - self.solution.offset
+        return self.score + self.problem.curvature(self.latent, change) - self.solution.representer_weights
+
+    @cached_property
+    def relative_residual(self) -> float:
+        """‖W r‖ / ‖W b‖."""
+        start = self.score + self.problem.curvature(self.latent, self.iterate.offset)
+        return float(self.curvature_residual.norm() / start.norm().clamp_min(1e-300))
+
+    # --- how much is known ----------------------------------------------------------------------------------------
+
+    @cached_property
+    def curvature_trace(self) -> float:
+        """tr(W K)."""
+        return self.problem.curvature_trace(self.latent)
+
+    @cached_property
+    def log_determinant_bounds(self) -> tuple[float, float]:
+        """lo ≤ log|I + W^{½}KW^{½}| ≤ hi, from the small matrices and tr(W K) alone."""
+        if self.buffer.size == 0:
+            lower, captured = 0.0, 0.0
+        else:
+            lower = max(self.factor.log_determinant - self.noise_factor.log_determinant, 0.0)
+            captured = float(self.noise_factor.solve(self.gram).trace())  # tr(R⁻¹G)
+        free = self.problem.curvature_rank - self.buffer.size  # directions not acted on
+        missing = max(self.curvature_trace - captured, 0.0)
+        return lower, lower + free * math.log1p(missing / free) if free > 0 else lower
+
+    @cached_property
+    def tight_log_determinant_bounds(self) -> tuple[float, float]:
+        """The same, with another upper bound that needs TᵀWT and is tighter at high rank: O(nB²), so only when asked."""
+        lower, upper = self.log_determinant_bounds
+        if self.buffer.size == 0:
+            return lower, upper
+        images = self.problem.prior.lift(self.buffer.images)
+        weighted = self.problem.curvature_inner(self.latent, images)
+        removed = float(self.factor.solve(weighted + self.gram).trace())
+        return lower, max(min(upper, lower + self.curvature_trace - removed), lower)
+
+    @property
+    def information_captured(self) -> float:
+        """A lower bound on the share of the information in the data that the actions have used, lo / hi."""
+        lower, upper = self.log_determinant_bounds
+        return lower / upper if upper > 0 else 1.0
+
+    # --- the next state -------------------------------------------------------------------------------------------
+
+    def propose(self, block: Tensor) -> Columns:  # (n, k)
+        """The actions that a block of proposals adds: in the range of W, orthonormal, new."""
+        return self.buffer.actions.orthonormalise(block, self.problem.project)
+
+    def extend(self, new: Buffer) -> State:
+        """The same linear system with more actions. Costs O(nBk), no product."""
+        gram_side, gram_corner = self.problem.prior.gram(self.buffer, new), self.problem.prior.gram(new, new)
+        noise_side = self.problem.noise_inner(self.latent, self.buffer.actions, new.actions)
+        noise_corner = self.problem.noise_inner(self.latent, new.actions, new.actions)
+        padding = self.iterate.coefficients.new_zeros(new.size)
+        return self._keep_point(
+            replace(
+                self,
+                iterate=replace(self.iterate, coefficients=torch.cat([self.iterate.coefficients, padding])),
+                buffer=self.buffer.append(new),
+                gram=_bordered(self.gram, gram_side, gram_corner),
+                noise_gram=_bordered(self.noise_gram, noise_side, noise_corner),
+                num_products=self.problem.prior.num_products,
+            )
+        )
+
+    def rotate(self, coefficients: Tensor) -> State:  # (r, R), orthonormal columns
+        """The same linear system in a smaller span that still holds Newton's point."""
+        eye = torch.eye(self.buffer.actions.num_contrasts, dtype=coefficients.dtype, device=coefficients.device)
+        small = torch.kron(coefficients.contiguous(), eye)  # (B, R·q)
+        rotated = replace(
+            self,
+            iterate=replace(self.iterate, coefficients=small.T @ self.iterate.coefficients),
+            buffer=self.buffer.rotate(coefficients),
+            gram=_symmetric(small.T @ self.gram @ small),
+            noise_gram=_symmetric(small.T @ self.noise_gram @ small),
+        )
+        return self._keep_point(rotated)
+
+    def linearise(self, iterate: Iterate) -> State:
+        """The linear system at another point, for the actions there are (Alg. 3, line 2). No product."""
+        latent = self.problem.latent(iterate.offset)
+        noise_gram = self.problem.noise_inner(latent, self.buffer.actions, self.buffer.actions)
+        return replace(self, iterate=iterate, noise_gram=_symmetric(noise_gram))
+
+    def _keep_point(self, state: State) -> State:
+        """Carry over what depends on Newton's point alone."""
+        for name in ("latent", "score", "objective", "right_hand_side", "curvature_trace"):
+            if name in self.__dict__:
+                state.__dict__[name] = self.__dict__[name]
+        return state
+
+
+def _symmetric(matrix: Tensor) -> Tensor:
+    return 0.5 * (matrix + matrix.T)
+
+
+def _bordered(matrix: Tensor, side: Tensor, corner: Tensor) -> Tensor:  # (B, B), (B, k), (k, k)
+    return torch.cat([torch.cat([matrix, side], 1), torch.cat([side.T, _symmetric(corner)], 1)])

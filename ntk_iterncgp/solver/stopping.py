@@ -1,0 +1,50 @@
+"""When to stop, and what to tell the user about it: a status is a value with advice, never an exception."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Status(str, Enum):
+    """How a run ended."""
+
+    CONVERGED = "converged"
+    BUDGET = "budget"
+    NEWTON_STEPS = "newton_steps"
+    EXHAUSTED = "exhausted"
+    INTERRUPTED = "interrupted"
+
+    @property
+    def advice(self) -> str:
+        return _ADVICE[self]
+
+
+_ADVICE = {
+    Status.CONVERGED: "The mean has converged. refine(max_products=…) contracts the variance further.",
+    Status.BUDGET: "All products were spent before the mean converged. refine(max_products=…) goes on from here.",
+    Status.NEWTON_STEPS: "max_newton_steps was reached before the mean converged. Allow more steps, or call refine().",
+    Status.EXHAUSTED: "The policy has no new action to offer. refine(…) goes on with random probes.",
+    Status.INTERRUPTED: "The run was interrupted; the posterior is valid for the work done. refine(…) goes on from here.",
+}
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """The budget and the tolerances, in the units that cost."""
+
+    max_products: int = 100
+    products_per_step: int = 5
+    max_newton_steps: int = 20
+    newton_tol: float = 1e-2  # relative change of g = f − m between Newton steps
+    residual_tol: float = 1e-5  # relative residual of the linear system, measured through W
+    spend_all: bool = False  # go on when the mean has converged, until the products are spent
+
+    def __post_init__(self) -> None:
+        for name in ("max_products", "products_per_step", "max_newton_steps"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} expects a whole number of at least 1, but got {value!r}.")
+        for name in ("newton_tol", "residual_tol"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} expects a number of at least 0, but got {getattr(self, name)!r}.")
