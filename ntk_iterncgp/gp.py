@@ -1,0 +1,318 @@
+"""`NonConjugateGP`: the front door for Gaussian processes with a kernel of one's own.
+
+    gp = NonConjugateGP(kernels.Matern32(lengthscale=0.05, outputscale=0.05), likelihoods.Softmax(10))
+    gp.fit(X, y)
+    probabilities = gp.predict(X_test)
+
+Everything is checked here, before any work is done; behind this door inputs are taken as right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ntk_iterncgp.kernels import Kernel
+from ntk_iterncgp.likelihoods import Likelihood
+from ntk_iterncgp.posterior import Evidence, Posterior
+from ntk_iterncgp.predictive import check_link, credible_interval, expected_response
+from ntk_iterncgp.priors import GramPrior
+from ntk_iterncgp.solver import (
+    NewtonOptions,
+    Policy,
+    Problem,
+    Stopping,
+    initial_state,
+    newton,
+    refine,
+    resolve_policy,
+)
+from ntk_iterncgp.solver.report import Callback, FitReport, drive
+
+ACTIONS = ("auto", "joint", "kronecker")
+MAX_KRONECKER_RANK = 3000  # beyond this the B×B algebra takes longer than it saves in products
+
+
+class NonConjugateGP:
+    """A GP with a log-concave likelihood, by IterNCGP.
+
+    kernel             one kernel for all outputs, or a list with one for each
+    likelihood         Gaussian, Bernoulli, Poisson, Softmax, or your own
+    mean               the prior mean, a constant or one per output
+    policy             "curvature_residual", "residual", "unit", "random_subspace", or a callable state -> actions (n, k)
+    max_products       products with the kernel matrix that `fit` may spend
+    max_newton_steps   Newton steps that `fit` may take
+    products_per_step  products per Newton step
+    max_rank           how many actions to keep (None: all, or 3000 if they are Kronecker)
+    compression        how to choose them: "mean+trace", or the paper's "eigen"
+    newton_tol         stop when the latent values change by less than this share
+    actions            "joint": each product gives one action. "kronecker": where all classes share one kernel, each
+                       product gives up to (C−1)², at the price of larger small matrices. "auto": Kronecker for up to
+                       eleven classes, a shared kernel and the policies "curvature_residual" and "random_subspace"
+    damped             False for the paper's undamped Newton steps
+    chunk_bytes        memory for one block of the kernel matrix
+    seed               for policies that draw random numbers
+    dtype, device      None: as the data
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel | Sequence[Kernel],
+        likelihood: Likelihood,
+        *,
+        mean: float | Sequence[float] | Tensor = 0.0,
+        policy: str | Policy = "curvature_residual",
+        max_products: int = 100,
+        max_newton_steps: int = 20,
+        products_per_step: int = 5,
+        max_rank: int | None = None,
+        compression: str = "mean+trace",
+        newton_tol: float = 1e-2,
+        actions: str = "auto",
+        damped: bool = True,
+        chunk_bytes: int = 64 * 2**20,
+        seed: int = 0,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.likelihood = _checked_likelihood(likelihood)
+        self.kernels = _checked_kernels(kernel, likelihood)
+        self.mean = _checked_mean(mean, likelihood)
+        self.policy = resolve_policy(policy)
+        self.stopping = Stopping(max_products, products_per_step, max_newton_steps, newton_tol)
+        self.options = NewtonOptions(max_rank, compression, damped)
+        self.kronecker = _choose_kronecker(actions, policy, likelihood, self.kernels, max_rank)
+        if self.kronecker and max_rank is None:
+            self.options = NewtonOptions(MAX_KRONECKER_RANK, compression, damped)
+        self.chunk_bytes, self.seed, self.dtype, self.device = chunk_bytes, seed, dtype, device
+        self._posterior: Posterior | None = None
+        self._report: FitReport | None = None
+
+    def __repr__(self) -> str:
+        kernel = repr(self.kernels[0]) if len(self.kernels) == 1 else repr(self.kernels)
+        fitted = f", fitted: {self._report}" if self._report else ", not fitted"
+        return f"NonConjugateGP({kernel}, {self.likelihood!r}{fitted})"
+
+    # --- fitting --------------------------------------------------------------------------------------------------
+
+    def fit(self, X: Tensor, y: Tensor, *, progress_bar: bool = False, callback: Callback | None = None) -> NonConjugateGP:
+        """Infer the posterior from inputs X (N, d) and targets y. `callback` sees the state after each block of actions."""
+        inputs = self._checked_inputs(X, "X")
+        targets = self._checked_targets(y, inputs)
+        prior = GramPrior(self.kernels, inputs, self.mean, chunk_bytes=self.chunk_bytes)
+        prior.covariance(inputs[:1])  # the kernels check the dimension
+        problem = Problem(prior, self.likelihood, targets)
+        state = initial_state(
+            problem, seed=self.seed, capacity=self._capacity(problem), kronecker=self.kronecker
+        )
+        run = newton(state, self.policy, self.stopping, self.options)
+        state, self._report = drive(
+            run,
+            state,
+            max_products=self.stopping.max_products,
+            progress_bar=progress_bar,
+            callback=callback,
+            history=[],
+        )
+        self._posterior = Posterior(state)
+        return self
+
+    def refine(
+        self, max_products: int = 50, *, progress_bar: bool = False, callback: Callback | None = None
+    ) -> NonConjugateGP:
+        """Spend more products from where the fit stopped: first on the mean, then on the variance."""
+        state, report = self.posterior_.state, self.report_
+        run = refine(state, self.policy, replace(self.stopping, max_products=max_products), self.options)
+        state, self._report = drive(
+            run,
+            state,
+            max_products=max_products,
+            progress_bar=progress_bar,
+            callback=callback,
+            history=report.history,
+        )
+        self._posterior = Posterior(state)
+        return self
+
+    @property
+    def posterior_(self) -> Posterior:
+        if self._posterior is None:
+            raise RuntimeError("This NonConjugateGP has not been fitted yet. Call fit(X, y) first.")
+        return self._posterior
+
+    @property
+    def report_(self) -> FitReport:
+        """How the fit ended, with advice."""
+        if self._report is None:
+            raise RuntimeError("This NonConjugateGP has not been fitted yet. Call fit(X, y) first.")
+        return self._report
+
+    # --- asking ---------------------------------------------------------------------------------------------------
+
+    def latent(self, x: Tensor, *, joint: bool = False) -> tuple[Tensor, Tensor]:
+        """Mean (b, C) and covariance (b, C, C) of the latent functions at x; jointly, (b·C, b·C)."""
+        posterior, x = self.posterior_, self._checked_inputs(x, "x", new=True)
+        if joint:
+            return _cast(x, *posterior.latent(x, joint=True))
+        parts = [posterior.latent(part) for part in self._parts(x)]
+        return _cast(x, torch.cat([mean for mean, _ in parts]), torch.cat([cov for _, cov in parts]))
+
+    def predict(self, x: Tensor, *, link: str = "probit", n_samples: int = 512) -> Tensor:
+        """E[y] at x (b, C): class probabilities (of class 1 for Bernoulli), rates for Poisson, means for Gaussian."""
+        check_link(link)
+        posterior, x = self.posterior_, self._checked_inputs(x, "x", new=True)
+        generator = torch.Generator(device=x.device).manual_seed(self.seed)
+        parts = [
+            expected_response(
+                self.likelihood, *posterior.latent(part), link=link, num_samples=n_samples, generator=generator
+            )
+            for part in self._parts(x, extra=0 if link == "probit" else 16 * n_samples * self.likelihood.num_outputs)
+        ]
+        return _cast(x, torch.cat(parts))[0]
+
+    def credible_interval(self, x: Tensor, *, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """Lower and upper ends (b, C) of the central interval of the rate, the probability or the noise-free value."""
+        mean, covariance = self.latent(x)
+        return credible_interval(self.likelihood, mean, covariance.diagonal(dim1=1, dim2=2), level=level)
+
+    def sample(self, x: Tensor, n_samples: int, *, generator: torch.Generator | None = None) -> Tensor:
+        """Joint draws of the latent functions at x: (n_samples, b, C)."""
+        posterior, x = self.posterior_, self._checked_inputs(x, "x", new=True)
+        return _cast(x, posterior.sample(x, n_samples, generator))[0]
+
+    def log_evidence(self) -> Evidence:
+        """Two-sided bounds on the Laplace log-evidence at the current point."""
+        return self.posterior_.log_evidence()
+
+    def elbo(self) -> float:
+        """A lower bound on the true log-evidence."""
+        return self.posterior_.elbo()
+
+    # --- checks ---------------------------------------------------------------------------------------------------
+
+    def _checked_inputs(self, X: Tensor, name: str, *, new: bool = False) -> Tensor:
+        X = torch.as_tensor(X, device=self.device)
+        if self.dtype is not None:
+            X = X.to(self.dtype)
+        if X.ndim != 2:
+            raise ValueError(
+                f"{name} expects shape (N, d), one row per input, but got {tuple(X.shape)}. "
+                f"Reshape it, for instance {name}[:, None] for one-dimensional inputs."
+            )
+        if not X.is_floating_point():
+            raise TypeError(f"{name} expects floating-point inputs, but got {X.dtype}. Convert it, or set dtype.")
+        if X.numel() == 0 and not (new and X.shape[0] == 0):
+            raise ValueError(f"{name} expects at least one input with at least one dimension, but got {tuple(X.shape)}.")
+        if not bool(torch.isfinite(X).all()):
+            bad = int((~torch.isfinite(X)).any(1).sum())
+            raise ValueError(f"{name} expects finite numbers, but {bad} of its rows hold NaN or infinity. Remove them.")
+        if new:
+            trained = self._trained_inputs
+            if X.shape[1] != trained.shape[1]:
+                raise ValueError(
+                    f"{name} expects {trained.shape[1]} dimensions, as the training inputs, but got {X.shape[1]}."
+                )
+            if X.dtype != trained.dtype or X.device != trained.device:
+                raise TypeError(
+                    f"{name} expects {trained.dtype} on {trained.device}, as the training inputs, but got {X.dtype} on "
+                    f"{X.device}. Convert it, or set dtype and device when making the GP."
+                )
+        return X
+
+    def _checked_targets(self, y: Tensor, inputs: Tensor) -> Tensor:
+        y = torch.as_tensor(y, device=inputs.device)
+        if y.ndim == 0 or len(y) != len(inputs):
+            got = "a single number" if y.ndim == 0 else f"{len(y)}"
+            raise ValueError(f"y expects one target for each of the {len(inputs)} rows of X, but got {got}.")
+        if y.is_complex() or y.is_floating_point() and not bool(torch.isfinite(y).all()):
+            raise ValueError("y expects finite real numbers, but holds NaN, infinity or complex numbers. Remove them.")
+        return self.likelihood.check_targets(y)
+
+    @property
+    def _trained_inputs(self) -> Tensor:
+        prior = self.posterior_.prior
+        assert isinstance(prior, GramPrior)
+        return prior.inputs
+
+    # --- sizes ----------------------------------------------------------------------------------------------------
+
+    def _capacity(self, problem: Problem) -> int:
+        """Room for the columns that the budget can fill, so that buffers are not copied as they grow."""
+        if self.kronecker:
+            return min(problem.prior.num_data, self.stopping.max_products * problem.prior.num_outputs)
+        budget = min(self.stopping.max_products, problem.curvature_rank)
+        return budget if self.options.max_rank is None else min(budget, self.options.max_rank + self.stopping.products_per_step)
+
+    def _parts(self, x: Tensor, extra: int = 0) -> Iterator[Tensor]:
+        """x in parts whose work fits in `chunk_bytes`; one empty part for no inputs."""
+        return iter(torch.split(x, max(1, self.chunk_bytes // (self.posterior_.bytes_per_input() + extra))))
+
+
+def _cast(like: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+    return tuple(value.to(like.dtype) for value in values)
+
+
+def _checked_likelihood(likelihood: Likelihood) -> Likelihood:
+    if not isinstance(likelihood, Likelihood):
+        raise TypeError(
+            f"likelihood expects an instance such as Softmax(10), Bernoulli(), Poisson() or Gaussian(0.1), "
+            f"but got {likelihood!r}."
+        )
+    return likelihood
+
+
+def _checked_kernels(kernel: Kernel | Sequence[Kernel], likelihood: Likelihood) -> list[Kernel]:
+    if isinstance(kernel, Kernel):
+        return [kernel]
+    kernels = list(kernel) if isinstance(kernel, Sequence) else [kernel]
+    for item in kernels:
+        if not isinstance(item, Kernel):
+            raise TypeError(f"kernel expects a kernel such as Matern32(lengthscale=0.5), or a list of them; got {item!r}.")
+    if len(kernels) != likelihood.num_outputs:
+        raise ValueError(
+            f"{likelihood!r} has {likelihood.num_outputs} output(s) and expects as many kernels, but got {len(kernels)}. "
+            "Pass one kernel for each output, or a single kernel (not in a list) for all of them."
+        )
+    return kernels
+
+
+def _checked_mean(mean: float | Sequence[float] | Tensor, likelihood: Likelihood) -> Tensor:  # (C,)
+    values = torch.as_tensor(mean, dtype=torch.float64)
+    if values.ndim > 1 or values.ndim == 1 and len(values) != likelihood.num_outputs:
+        raise ValueError(
+            f"mean expects one number, or one for each of the {likelihood.num_outputs} output(s), "
+            f"but got shape {tuple(values.shape)}."
+        )
+    if not bool(torch.isfinite(values).all()):
+        raise ValueError("mean expects finite numbers, but got NaN or infinity.")
+    return values.expand(likelihood.num_outputs).clone()
+
+
+def _choose_kronecker(
+    actions: str, policy: str | Policy, likelihood: Likelihood, kernels: list[Kernel], max_rank: int | None
+) -> bool:
+    """Whether each product is used as many actions, and whether it can be."""
+    if actions not in ACTIONS:
+        raise ValueError(f"actions expects one of {', '.join(map(repr, ACTIONS))}, but got {actions!r}.")
+    rank = likelihood.curvature_rank
+    if actions == "auto":
+        dense_residual = policy in ("curvature_residual", "random_subspace")
+        affordable = rank**2 <= 100 and (max_rank is None or max_rank >= 4 * rank**2)
+        return dense_residual and affordable and rank > 1 and len(kernels) == 1 and not likelihood.is_quadratic
+    if actions == "kronecker":
+        if len(kernels) > 1:
+            raise ValueError(
+                f"Kronecker actions expect one kernel shared by all outputs, but got {len(kernels)}. "
+                "Use actions='joint'."
+            )
+        if policy == "unit":
+            raise ValueError("Kronecker actions expect a policy that spreads over the data, but got 'unit'. Use 'joint'.")
+        if max_rank is not None and max_rank < rank**2:
+            raise ValueError(
+                f"Kronecker actions of {likelihood!r} expect a max_rank of at least {rank**2}, to hold the mean, but got "
+                f"{max_rank}. Raise it, or use actions='joint'."
+            )
+    return actions == "kronecker"
