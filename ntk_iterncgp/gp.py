@@ -82,7 +82,9 @@ class NonConjugateGP:
         self.kernels = _checked_kernels(kernel, likelihood)
         self.mean = _checked_mean(mean, likelihood)
         self.policy = resolve_policy(policy)
-        self.stopping = Stopping(max_products, products_per_step, max_newton_steps, newton_tol)
+        self.stopping = Stopping(
+            max_products, products_per_step, max_newton_steps, newton_tol, residual_tol=min(1e-5, 1e-3 * newton_tol)
+        )
         self.options = NewtonOptions(max_rank, compression, damped)
         self.kronecker = _choose_kronecker(actions, policy, likelihood, self.kernels, max_rank)
         if self.kronecker and max_rank is None:

@@ -8,6 +8,9 @@ from hypothesis import settings
 
 os.environ["MPLBACKEND"] = "Agg"  # through the environment, so that subprocesses draw without a screen too
 
+# The matrices of these tests are tiny: a second thread costs more than it brings, above all on a busy machine.
+torch.set_num_threads(1)
+
 # derandomize: the same examples on every run. No deadline: the first call of a kernel may compile.
 settings.register_profile("ntk_iterncgp", deadline=None, derandomize=True, max_examples=30)
 settings.load_profile("ntk_iterncgp")

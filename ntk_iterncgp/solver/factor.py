@@ -22,6 +22,8 @@ class Factor:
         self.lower, info = torch.linalg.cholesky_ex(scaled)
         while int(info) != 0:  # not positive definite in rounding: more noise, until it is
             jitter = max(10 * jitter, 1e-15)
+            if jitter > 1:
+                raise ArithmeticError("Expected small matrices with finite entries, but they hold NaN or infinity.")
             self.lower, info = torch.linalg.cholesky_ex(scaled + jitter * eye)
 
     def half_solve(self, block: Tensor) -> Tensor:  # (B, k)

@@ -12,6 +12,7 @@ Once the products are spent, further Newton steps within the span are free, and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 
@@ -84,6 +85,8 @@ def newton(
         )
         damped = options.damped and not quadratic
         iterate = ascend(state) if damped else state.solution  # line 9: f ← K v + m
+        if not damped and not math.isfinite(objective_and_slope(state.problem, iterate, iterate.offset)[0]):
+            return state, Status.DIVERGED
         converged = _is_close(iterate, state.iterate, stopping.newton_tol)
         state = replace(state, newton_step=state.newton_step + 1)
         state = virtual_solver_run(state, iterate, max_rank=options.max_rank, compression=options.compression)

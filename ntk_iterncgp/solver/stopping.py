@@ -13,6 +13,7 @@ class Status(str, Enum):
     BUDGET = "budget"
     NEWTON_STEPS = "newton_steps"
     EXHAUSTED = "exhausted"
+    DIVERGED = "diverged"
     INTERRUPTED = "interrupted"
 
     @property
@@ -25,6 +26,7 @@ _ADVICE = {
     Status.BUDGET: "All products were spent before the mean converged. refine(max_products=…) goes on from here.",
     Status.NEWTON_STEPS: "max_newton_steps was reached before the mean converged. Allow more steps, or call refine().",
     Status.EXHAUSTED: "The policy has no new action to offer. refine(…) goes on with random probes.",
+    Status.DIVERGED: "An undamped Newton step left the finite numbers; this is the point before it. Use damped=True.",
     Status.INTERRUPTED: "The run was interrupted; the posterior is valid for the work done. refine(…) goes on from here.",
 }
 
