@@ -1,0 +1,18 @@
+"""Closed-form covariance functions, and how to multiply by their matrices without holding them."""
+
+from .base import Kernel, Product, Scaled, Sum
+from .reduction import kernel_matmul
+from .stationary import RBF, Matern12, Matern32, Matern52, Stationary
+
+__all__ = [
+    "RBF",
+    "Kernel",
+    "Matern12",
+    "Matern32",
+    "Matern52",
+    "Product",
+    "Scaled",
+    "Stationary",
+    "Sum",
+    "kernel_matmul",
+]

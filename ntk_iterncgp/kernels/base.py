@@ -1,0 +1,245 @@
+"""What a covariance function is: a matrix k(X1, X2), its diagonal, and how two of them combine.
+
+    (k1 + k2)(x, z) = k1(x, z) + k2(x, z),    (k1 * k2)(x, z) = k1(x, z) k2(x, z),    (s * k)(x, z) = s k(x, z)
+
+Sums, products and positive multiples of covariance functions are covariance functions. Hyperparameters are float64
+tensors, cast at each call to the dtype and device of the data; one that requires a gradient stays in its graph.
+"""
+
+import functools
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+Positive = float | Sequence[float] | Tensor
+
+
+class Kernel(ABC):
+    """A covariance function. A subclass writes the five abstract members; checks and arithmetic are here."""
+
+    @property
+    @abstractmethod
+    def input_dimension(self) -> int | None:
+        """The number of coordinates d that inputs must have, or None when any will do."""
+
+    @abstractmethod
+    def hyperparameters(self) -> dict[str, Tensor]:
+        """The hyperparameters by name, as held; in sums and products the names are dotted: `0.lengthscale`."""
+
+    @abstractmethod
+    def _evaluate(self, X1: Tensor, X2: Tensor) -> Tensor:
+        """The matrix (a, b) for inputs that have been checked."""
+
+    @abstractmethod
+    def _evaluate_diagonal(self, X: Tensor) -> Tensor:
+        """The diagonal (N,) for inputs that have been checked."""
+
+    @abstractmethod
+    def __repr__(self) -> str: ...
+
+    def __call__(self, X1: Tensor, X2: Tensor) -> Tensor:
+        """The matrix k(X1, X2) of shape (a, b) for inputs X1 (a, d) and X2 (b, d)."""
+        check_pair(self, X1, X2)
+        return self._evaluate(X1, X2)
+
+    def diagonal(self, X: Tensor) -> Tensor:
+        """The variances k(x, x) of shape (N,) for inputs X (N, d)."""
+        check_inputs(self, X, "X")
+        return self._evaluate_diagonal(X)
+
+    def __add__(self, other: "Kernel") -> "Sum":
+        if not isinstance(other, Kernel):
+            raise TypeError(
+                f"A kernel can be added only to a kernel, but came with {type(other).__name__}. "
+                "A constant c is the kernel c * RBF(lengthscale) with a long lengthscale."
+            )
+        return Sum(*_parts(self, Sum), *_parts(other, Sum))
+
+    def __mul__(self, other: "Kernel | float | Tensor") -> "Product | Scaled":
+        if isinstance(other, Kernel):
+            return Product(*_parts(self, Product), *_parts(other, Product))
+        return Scaled(other, self)
+
+    def __rmul__(self, other: float | Tensor) -> "Scaled":
+        return Scaled(other, self)
+
+
+@final
+class Scaled(Kernel):
+    """k(x, z) = scale * kernel(x, z)."""
+
+    def __init__(self, scale: float | Tensor, kernel: Kernel) -> None:
+        if isinstance(scale, bool) or not isinstance(scale, (int, float, Tensor)):
+            raise TypeError(
+                "A kernel can be multiplied only by a kernel or by a positive number, "
+                f"but came with {type(scale).__name__}."
+            )
+        self.scale = positive(scale, "the factor of a kernel")
+        self.kernel = kernel
+
+    @property
+    def input_dimension(self) -> int | None:
+        return self.kernel.input_dimension
+
+    def hyperparameters(self) -> dict[str, Tensor]:
+        return {"scale": self.scale} | _dotted("kernel", self.kernel)
+
+    def _evaluate(self, X1: Tensor, X2: Tensor) -> Tensor:
+        return cast_like(self.scale, X1) * self.kernel._evaluate(X1, X2)
+
+    def _evaluate_diagonal(self, X: Tensor) -> Tensor:
+        return cast_like(self.scale, X) * self.kernel._evaluate_diagonal(X)
+
+    def __repr__(self) -> str:
+        return f"{written(self.scale)} * {_bracketed(self.kernel)}"
+
+
+class _Combination(Kernel):
+    """Two or more kernels on the same inputs, combined entry by entry."""
+
+    def __init__(self, *kernels: Kernel) -> None:
+        if not kernels or not all(isinstance(kernel, Kernel) for kernel in kernels):
+            names = ", ".join(type(kernel).__name__ for kernel in kernels) or "nothing"
+            raise TypeError(f"{type(self).__name__} expected one or more kernels, but came with {names}.")
+        dimensions = {kernel.input_dimension for kernel in kernels} - {None}
+        if len(dimensions) > 1:
+            raise ValueError(
+                f"{type(self).__name__} expected kernels for inputs of one dimension, but their per-dimension "
+                f"lengthscales are for {sorted(d for d in dimensions if d is not None)} coordinates. "
+                "Give them lengthscales of the same length."
+            )
+        self.kernels = kernels
+        self._input_dimension = dimensions.pop() if dimensions else None
+
+    @property
+    def input_dimension(self) -> int | None:
+        return self._input_dimension
+
+    def hyperparameters(self) -> dict[str, Tensor]:
+        dotted = (_dotted(str(i), kernel) for i, kernel in enumerate(self.kernels))
+        return functools.reduce(operator.or_, dotted)
+
+
+@final
+class Sum(_Combination):
+    """k(x, z) = sum_i kernels[i](x, z)."""
+
+    def _evaluate(self, X1: Tensor, X2: Tensor) -> Tensor:
+        return functools.reduce(operator.add, (kernel._evaluate(X1, X2) for kernel in self.kernels))
+
+    def _evaluate_diagonal(self, X: Tensor) -> Tensor:
+        return functools.reduce(operator.add, (kernel._evaluate_diagonal(X) for kernel in self.kernels))
+
+    def __repr__(self) -> str:
+        return " + ".join(map(repr, self.kernels))
+
+
+@final
+class Product(_Combination):
+    """k(x, z) = prod_i kernels[i](x, z)."""
+
+    def _evaluate(self, X1: Tensor, X2: Tensor) -> Tensor:
+        return functools.reduce(operator.mul, (kernel._evaluate(X1, X2) for kernel in self.kernels))
+
+    def _evaluate_diagonal(self, X: Tensor) -> Tensor:
+        return functools.reduce(operator.mul, (kernel._evaluate_diagonal(X) for kernel in self.kernels))
+
+    def __repr__(self) -> str:
+        return " * ".join(map(_bracketed, self.kernels))
+
+
+def positive(value: Positive, name: str, *, per_dimension: bool = False) -> Tensor:
+    """The hyperparameter as a float64 tensor of positive finite numbers, still attached to the graph it came from."""
+    try:
+        kind = torch.as_tensor(value).dtype
+    except (TypeError, ValueError, RuntimeError):
+        kind = None
+    if kind is None or kind == torch.bool or kind.is_complex:
+        raise TypeError(f"Expected {name} to be a positive number, but got {kind or type(value).__name__}.")
+    tensor = torch.as_tensor(value, dtype=torch.float64)
+    if tensor.ndim > per_dimension or tensor.numel() == 0:
+        or_several = " or a 1-D list of one number per input dimension" if per_dimension else ""
+        raise ValueError(f"Expected {name} to be one number{or_several}, but its shape is {tuple(tensor.shape)}.")
+    wrong = tensor.detach()[~(tensor.isfinite() & (tensor > 0))]
+    if wrong.numel():
+        raise ValueError(f"Expected {name} to be positive and finite, but it holds {wrong[0].item()}.")
+    return tensor
+
+
+def cast_like(hyperparameter: Tensor, X: Tensor) -> Tensor:
+    """The hyperparameter in the dtype and on the device of the data."""
+    return hyperparameter.to(X.dtype).to(X.device)
+
+
+def written(value: Tensor) -> str:
+    """A hyperparameter as one reads it: 0.5, or [0.5, 1.0], or [0.5, 0.5, 0.5, ..., 0.5] (784 of them)."""
+    numbers = [f"{x:.6g}" for x in value.detach().flatten().tolist()]
+    if value.ndim == 0:
+        return numbers[0]
+    if len(numbers) > 6:
+        return f"[{', '.join(numbers[:3])}, ..., {numbers[-1]}] ({len(numbers)} of them)"
+    return f"[{', '.join(numbers)}]"
+
+
+def check_inputs(kernel: Kernel, X: Tensor, name: str) -> None:
+    """Raise unless X is a float32 or float64 matrix with as many columns as the kernel has lengthscales."""
+    if not isinstance(X, Tensor):
+        raise TypeError(f"Expected {name} to be a torch.Tensor, but got {type(X).__name__}. Use torch.as_tensor.")
+    if X.dtype not in (torch.float32, torch.float64):
+        raise TypeError(
+            f"Expected {name} to be float32 or float64, but its dtype is {X.dtype}. "
+            "Convert it with .float() or .double()."
+        )
+    if X.ndim != 2:
+        raise ValueError(
+            f"Expected {name} to have shape (points, coordinates), but its shape is {tuple(X.shape)}. "
+            "Flatten each input into one row; a single coordinate still needs a column: X[:, None]."
+        )
+    expected = kernel.input_dimension
+    if expected is not None and X.shape[1] != expected:
+        raise ValueError(
+            f"The kernel has {expected} per-dimension lengthscales, but {name} has {X.shape[1]} coordinates. "
+            "Give one lengthscale per coordinate, or a single number for all."
+        )
+
+
+def check_pair(kernel: Kernel, X1: Tensor, X2: Tensor) -> None:
+    """Raise unless k(X1, X2) makes sense."""
+    check_inputs(kernel, X1, "X1")
+    check_inputs(kernel, X2, "X2")
+    check_same_kind(X1, "X1", X2, "X2")
+    if X1.shape[1] != X2.shape[1]:
+        raise ValueError(
+            "X1 and X2 must have the same number of coordinates, "
+            f"but X1 has {X1.shape[1]} and X2 has {X2.shape[1]}. Give both with the same columns."
+        )
+
+
+def check_same_kind(A: Tensor, name_a: str, B: Tensor, name_b: str) -> None:
+    """Raise unless two tensors have the same dtype and device."""
+    if A.dtype != B.dtype:
+        raise TypeError(
+            f"{name_a} and {name_b} must have the same dtype, but {name_a} is {A.dtype} and {name_b} is {B.dtype}. "
+            "Convert one of them with .to(dtype)."
+        )
+    if A.device != B.device:
+        raise ValueError(
+            f"{name_a} and {name_b} must be on the same device, "
+            f"but {name_a} is on {A.device} and {name_b} is on {B.device}. Move one of them with .to(device)."
+        )
+
+
+def _parts(kernel: Kernel, kind: type[_Combination]) -> tuple[Kernel, ...]:
+    return kernel.kernels if isinstance(kernel, kind) else (kernel,)
+
+
+def _dotted(prefix: str, kernel: Kernel) -> dict[str, Tensor]:
+    return {f"{prefix}.{name}": value for name, value in kernel.hyperparameters().items()}
+
+
+def _bracketed(kernel: Kernel) -> str:
+    return f"({kernel!r})" if isinstance(kernel, Sum) else repr(kernel)
