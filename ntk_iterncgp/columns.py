@@ -25,7 +25,22 @@ Weight = Callable[[slice, Tensor], Tensor]
 """Block-diagonal product on some data: (slice of data, block (rows, C, k)) -> (rows, C, k)."""
 
 
-class Columns(ABC):
+class Images(ABC):
+    """What a prior makes of actions: something with B columns that can be extended and recombined."""
+
+    size: int
+    dtype: torch.dtype
+
+    @abstractmethod
+    def append(self, other: Images) -> Images:
+        """[T, T'], both of the same format."""
+
+    @abstractmethod
+    def rotate(self, coefficients: Tensor) -> Images:  # (r, R)
+        """The stored columns times Q, as new columns."""
+
+
+class Columns(Images):
     """A matrix with `num_data · num_outputs` rows and `size` columns. Never changed once made."""
 
     def __init__(self, num_data: int, num_outputs: int, size: int, like: Tensor) -> None:
@@ -59,12 +74,10 @@ class Columns(ABC):
         """The rows of some data, written out in float64."""
 
     @abstractmethod
-    def append(self, other: Columns) -> Columns:
-        """[S, S'], both of the same format."""
+    def append(self, other: Images) -> Columns: ...
 
     @abstractmethod
-    def rotate(self, coefficients: Tensor) -> Columns:  # (r, R)
-        """The stored columns times Q, as new columns."""
+    def rotate(self, coefficients: Tensor) -> Columns: ...
 
     @abstractmethod
     def orthonormalise(self, block: Tensor, project: Callable[[Tensor], Tensor]) -> Columns:  # (n, k)
@@ -149,7 +162,7 @@ class DenseColumns(Columns):
         part = self.storage[: self.size, data.start * self.num_outputs : data.stop * self.num_outputs]
         return part.T.unflatten(0, (data.stop - data.start, self.num_outputs)).double()
 
-    def append(self, other: Columns) -> DenseColumns:
+    def append(self, other: Images) -> DenseColumns:
         """Writes behind the used columns where there is room.
 
         Earlier views see only their own columns. Two extensions of the *same* view would share room: the solver
@@ -227,7 +240,7 @@ class KroneckerColumns(Columns):
                 total[j] += left.T @ (right[:, :, None] * block[:, j, None, :]).flatten(1)
         return total.transpose(0, 1).reshape(self.size, other.size)
 
-    def append(self, other: Columns) -> KroneckerColumns:
+    def append(self, other: Images) -> KroneckerColumns:
         assert isinstance(other, KroneckerColumns)
         return KroneckerColumns(self.factor.append(other.factor), self.contrasts)
 
@@ -244,7 +257,7 @@ class Buffer:
     """The actions taken so far and what the prior made of them."""
 
     actions: Columns
-    images: Columns
+    images: Images
 
     @property
     def size(self) -> int:

@@ -105,7 +105,8 @@ class NonConjugateGP:
         inputs = self._checked_inputs(X, "X")
         targets = self._checked_targets(y, inputs)
         prior = GramPrior(self.kernels, inputs, self.mean, chunk_bytes=self.chunk_bytes)
-        prior.covariance(inputs[:1])  # the kernels check the dimension
+        for kernel in self.kernels:
+            kernel(inputs[:1], inputs[:1])  # checks the dimension
         problem = Problem(prior, self.likelihood, targets)
         state = initial_state(
             problem, seed=self.seed, capacity=self._capacity(problem), kronecker=self.kronecker

@@ -40,10 +40,9 @@ class Posterior:
 
     def latent(self, x: Tensor, *, joint: bool = False) -> tuple[Tensor, Tensor]:
         """Mean (b, C) and covariance (b, C, C), or (b·C, b·C) if joint."""
-        cross = self.prior.cross(x, self.state.buffer)  # (b, C, B)
-        mean = self.prior.mean_at(x) + cross @ self.state.iterate.coefficients
+        prior_mean, cross, covariance = self.prior.at(x, self.state.buffer, joint=joint)
+        mean = prior_mean + cross @ self.state.iterate.coefficients
         half = self.state.factor.half_solve(cross.flatten(0, 1).T)  # (B, b·C)
-        covariance = self.prior.covariance(x, joint=joint)
         if joint:
             covariance = covariance - half.T @ half
         else:
@@ -71,10 +70,10 @@ class Posterior:
         divergence = 0.5 * (float(w @ state.gram @ w) + state.log_determinant_bounds[0] - removed)
         images = self.prior.lift(state.buffer.images)
         total = torch.zeros((), dtype=torch.float64, device=state.latent.device)
-        for data in images.slices(max(images.size, self.prior.num_outputs)):
+        for data, covariance in self.prior.blocks():
             rows = images.rows(data)
             half = state.factor.half_solve(rows.flatten(0, 1).T).T.unflatten(0, rows.shape[:2])
-            covariance = _floor_diagonal(self.prior.data_covariance(data) - half @ half.mT)
+            covariance = _floor_diagonal(covariance - half @ half.mT)
             targets = problem.targets[data]
             total += problem.likelihood.expected_log_prob(state.latent[data], covariance, targets).sum()
         return float(total) - divergence

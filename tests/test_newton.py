@@ -119,7 +119,7 @@ def test_primal_steps_take_over_where_the_coarse_solution_does_not_ascend() -> N
     states, _, _ = solve(case, "unit", max_products=4, products_per_step=4, max_newton_steps=1)
     state = states[-2]  # the linear system before the first Newton step
     moved = ascend(state)
-    value, _ = objective_and_slope(state.problem, moved, moved.offset)
+    value, _ = objective_and_slope(state.problem, moved, state.iterate, moved)
     assert value > state.objective
 
 

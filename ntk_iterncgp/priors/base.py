@@ -1,10 +1,11 @@
 """The contract of a prior f ~ GP(m, K) at N data with C outputs: five questions, of which only `image` is expensive.
 
-    image(S)       push actions through the prior                 K S, or JᵀS for a network; counted in products
-    gram(S, S')    SᵀK S'                                         float64
-    lift(images)   K S a at the training inputs                   float64
-    cross(x, S)    k(x, X) S at new inputs
-    covariance(x)  k(x, x)
+    image(S)       push actions through the prior         K S, and JᵀS for a network; counted in products
+    gram(S, S')    SᵀK S'                                 float64
+    lift(images)   K S at the training inputs
+    at(x, S)       m(x), k(x, X) S and k(x, x)            at new inputs, float64; asked together since a network answers
+                                                          all three from the same rows of its Jacobian
+    blocks()       the C×C diagonal blocks of K           in sweeps over the data; for the evidence
 
 A *product* is K applied to one n-vector. Solver and posterior know nothing else about where the covariance comes from.
 """
@@ -12,11 +13,21 @@ A *product* is K applied to one n-vector. Solver and posterior know nothing else
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ntk_iterncgp.columns import Buffer, Columns
+from ntk_iterncgp.columns import Buffer, Columns, Images, Weight
+
+
+class AtInputs(NamedTuple):
+    """The prior at b new inputs, in float64."""
+
+    mean: Tensor  # m(x) (b, C)
+    cross: Tensor  # k(x, X) S (b, C, B)
+    covariance: Tensor  # k(x, x) (b, C, C), or (b·C, b·C) if joint
 
 
 class Prior(ABC):
@@ -37,29 +48,32 @@ class Prior(ABC):
         """m at the training inputs, in float64."""
 
     @abstractmethod
-    def image(self, actions: Columns) -> Columns:
+    def image(self, actions: Columns) -> Images:
         """Push actions through the prior. The only expensive call; adds to `num_products`."""
+
+    def empty_images(self, columns: Columns) -> Images:
+        """The images of no actions, given empty columns of the actions' format."""
+        return columns
 
     @abstractmethod
     def gram(self, left: Buffer, right: Buffer) -> Tensor:  # (B, B')
         """SᵀK S' in float64."""
 
     @abstractmethod
-    def lift(self, images: Columns) -> Columns:
+    def lift(self, images: Images) -> Columns:
         """K S at the training inputs, as columns."""
 
     @abstractmethod
-    def cross(self, x: Tensor, buffer: Buffer) -> Tensor:  # (b, C, B)
-        """k(x, X) S at new inputs, in float64."""
+    def at(self, x: Any, buffer: Buffer, *, joint: bool = False) -> AtInputs:
+        """Mean, cross-covariance with the actions, and covariance at new inputs."""
 
     @abstractmethod
-    def covariance(self, x: Tensor, *, joint: bool = False) -> Tensor:  # (b, C, C), or (b·C, b·C) if joint
-        """k(x, x) at new inputs, in float64."""
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """The diagonal blocks of K: slices of the data, each with its (rows, C, C) in float64."""
 
-    @abstractmethod
-    def mean_at(self, x: Tensor) -> Tensor:  # (b, C)
-        """m at new inputs, in float64."""
-
-    @abstractmethod
-    def data_covariance(self, data: slice) -> Tensor:  # (rows, C, C)
-        """The diagonal blocks of K at some training inputs, in float64."""
+    def curvature_trace(self, curvature: Weight) -> float:
+        """tr(W K), for products with W given by `curvature`."""
+        total = 0.0
+        for data, block in self.blocks():
+            total += float(curvature(data, block).diagonal(dim1=1, dim2=2).sum())
+        return total

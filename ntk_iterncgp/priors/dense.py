@@ -6,11 +6,13 @@ be correlated in any way, as they are for a network.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from ntk_iterncgp.columns import Buffer, Columns, DenseColumns
-from ntk_iterncgp.priors.base import Prior
+from ntk_iterncgp.columns import Buffer, Columns, DenseColumns, Images
+from ntk_iterncgp.priors.base import AtInputs, Prior
 
 
 class DensePrior(Prior):
@@ -34,28 +36,30 @@ class DensePrior(Prior):
         return DenseColumns.of(self._covariance[:n, :n] @ actions.matrix, self.num_outputs)
 
     def gram(self, left: Buffer, right: Buffer) -> Tensor:
-        return left.actions.gram(right.images)
+        return left.actions.gram(self.lift(right.images))
 
-    def lift(self, images: Columns) -> Columns:
+    def lift(self, images: Images) -> DenseColumns:
+        assert isinstance(images, DenseColumns)
         return images
 
-    def cross(self, x: Tensor, buffer: Buffer) -> Tensor:
+    def at(self, x: Tensor, buffer: Buffer, *, joint: bool = False) -> AtInputs:
         assert isinstance(buffer.actions, DenseColumns)
-        block = self._covariance[self._rows_of(x), : self._num_rows] @ buffer.actions.matrix
-        return block.double().unflatten(0, (-1, self.num_outputs))
-
-    def covariance(self, x: Tensor, *, joint: bool = False) -> Tensor:
         rows = self._rows_of(x)
+        cross = self._covariance[rows, : self._num_rows] @ buffer.actions.matrix
         if joint:
-            return self._covariance[rows][:, rows].double()
-        rows = rows.reshape(-1, self.num_outputs)
-        return self._covariance[rows[:, :, None], rows[:, None, :]].double()
+            covariance = self._covariance[rows][:, rows]
+        else:
+            covariance = self._blocks_of(x)
+        cross = cross.double().unflatten(0, (len(x), self.num_outputs))
+        return AtInputs(self._mean[x], cross, covariance.double())
 
-    def mean_at(self, x: Tensor) -> Tensor:
-        return self._mean[x]
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        data = slice(0, self.num_data)
+        yield data, self._blocks_of(torch.arange(self.num_data, device=self.device)).double()
 
-    def data_covariance(self, data: slice) -> Tensor:
-        return self.covariance(torch.arange(data.start, data.stop, device=self.device))
+    def _blocks_of(self, x: Tensor) -> Tensor:  # (b, C, C)
+        rows = self._rows_of(x).reshape(len(x), self.num_outputs)
+        return self._covariance[rows[:, :, None], rows[:, None, :]]
 
     def _rows_of(self, x: Tensor) -> Tensor:
         return (x[:, None] * self.num_outputs + torch.arange(self.num_outputs, device=x.device)).flatten()

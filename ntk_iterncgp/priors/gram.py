@@ -6,15 +6,14 @@ kernel for all outputs a product is a single k(X, X) @ (N, C).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from ntk_iterncgp.columns import Buffer, Columns, DenseColumns, KroneckerColumns
-from ntk_iterncgp.kernels import Kernel
-from ntk_iterncgp.kernels.reduction import kernel_matmul
-from ntk_iterncgp.priors.base import Prior
+from ntk_iterncgp.columns import Buffer, Columns, DenseColumns, Images, KroneckerColumns
+from ntk_iterncgp.kernels import Kernel, kernel_matmul
+from ntk_iterncgp.priors.base import AtInputs, Prior
 
 
 class GramPrior(Prior):
@@ -45,32 +44,37 @@ class GramPrior(Prior):
         return DenseColumns.of(self._product(self.inputs, actions).flatten(0, 1), self.num_outputs)
 
     def gram(self, left: Buffer, right: Buffer) -> Tensor:
-        return left.actions.gram(right.images)
+        return left.actions.gram(self.lift(right.images))
 
-    def lift(self, images: Columns) -> Columns:
+    def lift(self, images: Images) -> Columns:
+        assert isinstance(images, Columns)
         return images
 
-    def cross(self, x: Tensor, buffer: Buffer) -> Tensor:
+    def at(self, x: Tensor, buffer: Buffer, *, joint: bool = False) -> AtInputs:
         if isinstance(buffer.actions, KroneckerColumns):
             factor = buffer.actions.factor.matrix
             block = kernel_matmul(self.kernels[0], x, self.inputs, factor, chunk_bytes=self.chunk_bytes).double()
-            return torch.einsum("bi,cj->bcij", block, buffer.actions.contrasts).flatten(2)
-        return self._product(x, buffer.actions).double()
+            cross = torch.einsum("bi,cj->bcij", block, buffer.actions.contrasts).flatten(2)
+        else:
+            cross = self._product(x, buffer.actions).double()
+        covariance = self._joint_covariance(x) if joint else self._blocks_of(x)
+        return AtInputs(self._mean.expand(len(x), -1), cross, covariance)
 
-    def covariance(self, x: Tensor, *, joint: bool = False) -> Tensor:
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        step = max(1, 2**16 // self.num_outputs**2)
+        for start in range(0, self.num_data, step):
+            data = slice(start, min(start + step, self.num_data))
+            yield data, self._blocks_of(self.inputs[data])
+
+    def _blocks_of(self, x: Tensor) -> Tensor:  # (b, C, C)
+        return torch.diag_embed(torch.stack([k.diagonal(x) for k in self._per_output], 1).double())
+
+    def _joint_covariance(self, x: Tensor) -> Tensor:  # (b·C, b·C)
         C = self.num_outputs
-        if not joint:
-            return torch.diag_embed(torch.stack([k.diagonal(x) for k in self._per_output], 1).double())
         full = torch.zeros(len(x), C, len(x), C, dtype=torch.float64, device=x.device)
         for c, kernel in enumerate(self._per_output):
             full[:, c, :, c] = kernel(x, x).double()
         return full.reshape(len(x) * C, len(x) * C)
-
-    def mean_at(self, x: Tensor) -> Tensor:
-        return self._mean.expand(len(x), -1)
-
-    def data_covariance(self, data: slice) -> Tensor:
-        return self.covariance(self.inputs[data])
 
     @property
     def _per_output(self) -> list[Kernel]:

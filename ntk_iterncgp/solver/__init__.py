@@ -2,7 +2,7 @@
 
 from ntk_iterncgp.solver.newton import NewtonOptions, initial_state, newton, refine
 from ntk_iterncgp.solver.policies import POLICIES, Policy, RandomSubspace, Unit, resolve_policy
-from ntk_iterncgp.solver.problem import Problem
+from ntk_iterncgp.solver.problem import Anchor, Problem
 from ntk_iterncgp.solver.recycling import COMPRESSIONS, compress, virtual_solver_run
 from ntk_iterncgp.solver.state import Iterate, State
 from ntk_iterncgp.solver.stopping import Status, Stopping
@@ -10,6 +10,7 @@ from ntk_iterncgp.solver.stopping import Status, Stopping
 __all__ = [
     "COMPRESSIONS",
     "POLICIES",
+    "Anchor",
     "Iterate",
     "NewtonOptions",
     "Policy",

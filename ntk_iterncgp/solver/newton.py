@@ -46,8 +46,8 @@ class NewtonOptions:
 
 
 def initial_state(problem: Problem, *, seed: int, capacity: int, kronecker: bool = False) -> State:
-    """f = m, no actions (Alg. 1, lines 2 to 4)."""
-    prior = problem.prior
+    """f = m, or the anchor where there is one; no actions (Alg. 1, lines 2 to 4)."""
+    prior, anchor = problem.prior, problem.anchor
     device = prior.device
     zeros = torch.zeros(problem.num_rows, dtype=torch.float64, device=device)
     empty = torch.zeros(0, 0, dtype=torch.float64, device=device)
@@ -60,8 +60,8 @@ def initial_state(problem: Problem, *, seed: int, capacity: int, kronecker: bool
 
     return State(
         problem=problem,
-        iterate=Iterate(empty[0:0].reshape(0), zeros, zeros),
-        buffer=Buffer(columns(), columns()),
+        iterate=Iterate(empty.diagonal(), zeros, zeros if anchor is None else anchor.offset, float(anchor is not None)),
+        buffer=Buffer(columns(), prior.empty_images(columns())),
         gram=empty,
         noise_gram=empty,
         generator=torch.Generator(device=device).manual_seed(seed),
@@ -85,7 +85,7 @@ def newton(
         )
         damped = options.damped and not quadratic
         iterate = ascend(state) if damped else state.solution  # line 9: f ← K v + m
-        if not damped and not math.isfinite(objective_and_slope(state.problem, iterate, iterate.offset)[0]):
+        if not damped and not math.isfinite(state.problem.log_prob(state.problem.latent(iterate.offset))):
             return state, Status.DIVERGED
         converged = _is_close(iterate, state.iterate, stopping.newton_tol)
         state = replace(state, newton_step=state.newton_step + 1)
@@ -125,14 +125,17 @@ def ascend(state: State) -> Iterate:
     images = state.problem.prior.lift(state.buffer.images)
     for _ in range(MAX_PRIMAL_STEPS):
         latent = state.problem.latent(iterate.offset)
-        ascent = state.problem.score(latent) - iterate.representer_weights
+        slope = images.inner((state.problem.score(latent) - iterate.representer_weights)[:, None])
+        if state.problem.anchor is not None:
+            slope -= iterate.anchor_share * state.buffer.actions.inner(state.problem.anchor.offset[:, None])
         hessian = state.gram + state.problem.curvature_inner(latent, images)
         hessian.diagonal().add_(1e-14 * float(hessian.diagonal().mean()))
-        direction = torch.linalg.solve(hessian, images.inner(ascent[:, None]))
+        direction = torch.linalg.solve(hessian, slope)
         target = Iterate(
             iterate.coefficients + direction[:, 0],
             iterate.representer_weights + state.buffer.actions.combine(direction)[:, 0],
             iterate.offset + images.combine(direction)[:, 0],
+            iterate.anchor_share,
         )
         iterate, moved = line_search(state.problem, iterate, target)
         if not moved:
@@ -147,15 +150,14 @@ def _is_close(new: Iterate, old: Iterate, tolerance: float) -> bool:
 
 def line_search(problem: Problem, start: Iterate, target: Iterate) -> tuple[Iterate, bool]:
     """Halve the step until Ψ rises enough (Armijo); near the mode, where Ψ is flat to rounding, until its slope falls."""
-    direction = target.offset - start.offset
-    value, slope = objective_and_slope(problem, start, direction)
+    value, slope = objective_and_slope(problem, start, start, target)
     if not slope > 0:
         return start, False
     rounding = 1e-14 * (1 + abs(value))
     step = 1.0
     for _ in range(MAX_HALVINGS):
         trial = start.towards(target, step)
-        trial_value, trial_slope = objective_and_slope(problem, trial, direction)
+        trial_value, trial_slope = objective_and_slope(problem, trial, start, target)
         if trial_value >= value + 1e-4 * step * slope and trial_value > value:
             return trial, True
         if trial_value >= value - rounding and abs(trial_slope) <= 0.9 * slope:
@@ -164,8 +166,13 @@ def line_search(problem: Problem, start: Iterate, target: Iterate) -> tuple[Iter
     return start, False
 
 
-def objective_and_slope(problem: Problem, iterate: Iterate, direction: torch.Tensor) -> tuple[float, float]:
-    """Ψ, and its derivative (∇ − v)ᵀ K d along a direction given by K d."""
-    latent = problem.latent(iterate.offset)
-    value = problem.log_prob(latent) - 0.5 * float(iterate.representer_weights @ iterate.offset)
-    return value, float((problem.score(latent) - iterate.representer_weights) @ direction)
+def objective_and_slope(problem: Problem, point: Iterate, start: Iterate, target: Iterate) -> tuple[float, float]:
+    """Ψ at a point on the way from `start` to `target`, and its derivative along that way: (∇ − v)ᵀΔg."""
+    latent, anchor = problem.latent(point.offset), problem.anchor
+    value = problem.log_prob(latent) - 0.5 * point.penalty(anchor)
+    slope = float((problem.score(latent) - point.representer_weights) @ (target.offset - start.offset))
+    if anchor is not None and point.anchor_share:
+        change = float((target.representer_weights - start.representer_weights) @ anchor.offset)
+        change += (target.anchor_share - start.anchor_share) * anchor.penalty
+        slope -= point.anchor_share * change
+    return value, slope

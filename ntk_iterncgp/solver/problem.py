@@ -7,12 +7,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ntk_iterncgp.columns import Columns
 from ntk_iterncgp.likelihoods import Likelihood
 from ntk_iterncgp.priors import Prior
+
+
+@dataclass(frozen=True, eq=False)
+class Anchor:
+    """A point from which Newton may start although no actions lead there: the trained network itself.
+
+    In weight space it is δ = θ* − μ₀; here it is known by its latent values J δ and its prior penalty δᵀΛδ.
+    """
+
+    offset: Tensor  # (n,)
+    penalty: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +32,7 @@ class Problem:
     prior: Prior
     likelihood: Likelihood
     targets: Tensor
+    anchor: Anchor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -64,14 +75,8 @@ class Problem:
         return images.weighted_inner(lambda data, block: self.likelihood.curvature(latent[data], block), images)
 
     def curvature_trace(self, latent: Tensor) -> float:
-        """tr(W K), from the diagonal blocks of K."""
-        total = torch.zeros((), dtype=torch.float64, device=latent.device)
-        step = max(1, 2**19 // self.prior.num_outputs**2)
-        for start in range(0, self.prior.num_data, step):
-            data = slice(start, min(start + step, self.prior.num_data))
-            product = self.likelihood.curvature(latent[data], self.prior.data_covariance(data))
-            total += product.diagonal(dim1=1, dim2=2).sum()
-        return float(total)
+        """tr(W K)."""
+        return self.prior.curvature_trace(lambda data, block: self.likelihood.curvature(latent[data], block))
 
     def _blocks(self, vector: Tensor) -> Tensor:  # (N, C, k)
         return vector.reshape(self.prior.num_data, self.prior.num_outputs, -1)

@@ -69,4 +69,7 @@ def _project_point(state: State, coefficients: Tensor) -> State:  # (r, R)
     target = torch.kron(coefficients.contiguous(), eye).T @ (state.gram @ state.iterate.coefficients)
     w = torch.linalg.lstsq(rotated.gram, target[:, None]).solution
     offset = state.problem.prior.lift(rotated.buffer.images).combine(w)[:, 0]
-    return rotated.linearise(Iterate(w[:, 0], rotated.buffer.actions.combine(w)[:, 0], offset))
+    if state.problem.anchor is not None:
+        offset = offset + state.iterate.anchor_share * state.problem.anchor.offset
+    v = rotated.buffer.actions.combine(w)[:, 0]
+    return rotated.linearise(Iterate(w[:, 0], v, offset, state.iterate.anchor_share))

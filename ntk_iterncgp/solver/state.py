@@ -20,16 +20,17 @@ from torch import Tensor
 
 from ntk_iterncgp.columns import Buffer, Columns
 from ntk_iterncgp.solver.factor import Factor, rounding_noise
-from ntk_iterncgp.solver.problem import Problem
+from ntk_iterncgp.solver.problem import Anchor, Problem
 
 
 @dataclass(frozen=True, eq=False)
 class Iterate:
-    """Newton's point: v = S w, g = K v."""
+    """Newton's point: v = S w, g = K v (and, until the first full step from an anchor, β times the anchor)."""
 
     coefficients: Tensor  # w (B,)
     representer_weights: Tensor  # v (n,)
     offset: Tensor  # g (n,)
+    anchor_share: float = 0.0  # β
 
     def towards(self, other: Iterate, step: float) -> Iterate:
         """The point a share `step` of the way to another."""
@@ -37,7 +38,16 @@ class Iterate:
             self.coefficients + step * (other.coefficients - self.coefficients),
             self.representer_weights + step * (other.representer_weights - self.representer_weights),
             self.offset + step * (other.offset - self.offset),
+            self.anchor_share + step * (other.anchor_share - self.anchor_share),
         )
+
+    def penalty(self, anchor: Anchor | None) -> float:
+        """The square of the prior norm of g: vᵀK v, with the anchor's part (vᵀg holds one of its two cross terms)."""
+        penalty = float(self.representer_weights @ self.offset)
+        if anchor is not None and self.anchor_share:
+            penalty += self.anchor_share * float(self.representer_weights @ anchor.offset)
+            penalty += self.anchor_share**2 * anchor.penalty
+        return penalty
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +77,8 @@ class State:
 
     @cached_property
     def objective(self) -> float:
-        """Ψ = log p(y | f) − ½ vᵀg, what Newton's method maximises."""
-        return self.problem.log_prob(self.latent) - 0.5 * float(self.iterate.representer_weights @ self.iterate.offset)
+        """Ψ = log p(y | f) − ½ ‖g‖²_K, what Newton's method maximises."""
+        return self.problem.log_prob(self.latent) - 0.5 * self.iterate.penalty(self.problem.anchor)
 
     # --- the linear system there ----------------------------------------------------------------------------------
 
