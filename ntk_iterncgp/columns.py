@@ -1,11 +1,11 @@
 """Tall matrices: how actions S and their images T = K S are stored.
 
 Both have n = N·C rows (class index fastest) and B columns. The solver needs very little from them: combinations of
-columns (S a), inner products (SᵀV), and inner products through a block-diagonal weight (SᵀW⁺S, TᵀWT). Two formats answer:
+columns (S a), inner products (SᵀV), and inner products through a block-diagonal weight (SᵀW⁺S, TᵀWT). Two formats:
 
 `DenseColumns`      any matrix; the columns lie contiguously in storage that is grown in place.
-`KroneckerColumns`  S = U ⊗ H with U (N, r) and H (C, q): with one kernel for all outputs, r columns of k(X, X) U are the
-                    images of r·q actions, and only the N×r factor is ever stored.
+`KroneckerColumns`  S = U ⊗ H with U (N, r) and H (C, q): with one kernel for all outputs, r columns of k(X, X) U are
+                    the images of r·q actions, and only the N×r factor is ever stored.
 
 Columns may be float32; everything summed over rows is summed in float64, a slice of rows at a time.
 """
@@ -217,7 +217,7 @@ class KroneckerColumns(Columns):
         return torch.einsum("ni,cj->ncij", self.factor.rows(data).squeeze(1), self.contrasts).flatten(2)
 
     def diagonal_inner(self, diagonal: Tensor, other: Columns) -> Tensor:
-        """Σ_c (Uᵀ diag(d_c) U') ⊗ (h_c h_cᵀ), with h_c the rows of H: C products of N×r matrices instead of N·C×B ones."""
+        """Σ_c (Uᵀ diag(d_c) U') ⊗ (h_c h_cᵀ), h_c the rows of H: C products of N×r matrices instead of N·C×B ones."""
         assert isinstance(other, KroneckerColumns)
         shape = (self.num_outputs, self.factor.size, other.factor.size)
         grams = torch.zeros(shape, dtype=torch.float64, device=self.device)

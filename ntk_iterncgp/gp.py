@@ -42,7 +42,7 @@ class NonConjugateGP:
     kernel             one kernel for all outputs, or a list with one for each
     likelihood         Gaussian, Bernoulli, Poisson, Softmax, or your own
     mean               the prior mean, a constant or one per output
-    policy             "curvature_residual", "residual", "unit", "random_subspace", or a callable state -> actions (n, k)
+    policy             "curvature_residual", "residual", "unit", "random_subspace", or a callable state -> (n, k)
     max_products       products with the kernel matrix that `fit` may spend
     max_newton_steps   Newton steps that `fit` may take
     products_per_step  products per Newton step
@@ -100,17 +100,17 @@ class NonConjugateGP:
 
     # --- fitting --------------------------------------------------------------------------------------------------
 
-    def fit(self, X: Tensor, y: Tensor, *, progress_bar: bool = False, callback: Callback | None = None) -> NonConjugateGP:
-        """Infer the posterior from inputs X (N, d) and targets y. `callback` sees the state after each block of actions."""
+    def fit(
+        self, X: Tensor, y: Tensor, *, progress_bar: bool = False, callback: Callback | None = None
+    ) -> NonConjugateGP:
+        """Infer the posterior from inputs X (N, d) and targets y. `callback` sees each state of the solver."""
         inputs = self._checked_inputs(X, "X")
         targets = self._checked_targets(y, inputs)
         prior = GramPrior(self.kernels, inputs, self.mean, chunk_bytes=self.chunk_bytes)
         for kernel in self.kernels:
             kernel(inputs[:1], inputs[:1])  # checks the dimension
         problem = Problem(prior, self.likelihood, targets)
-        state = initial_state(
-            problem, seed=self.seed, capacity=self._capacity(problem), kronecker=self.kronecker
-        )
+        state = initial_state(problem, seed=self.seed, capacity=self._capacity(problem), kronecker=self.kronecker)
         run = newton(state, self.policy, self.stopping, self.options)
         state, self._report = drive(
             run,
@@ -159,9 +159,10 @@ class NonConjugateGP:
         """Mean (b, C) and covariance (b, C, C) of the latent functions at x; jointly, (b·C, b·C)."""
         posterior, x = self.posterior_, self._checked_inputs(x, "x", new=True)
         if joint:
-            return _cast(x, *posterior.latent(x, joint=True))
-        parts = [posterior.latent(part) for part in self._parts(x)]
-        return _cast(x, torch.cat([mean for mean, _ in parts]), torch.cat([cov for _, cov in parts]))
+            mean, covariance = posterior.latent(x, joint=True)
+        else:
+            mean, covariance = map(torch.cat, zip(*(posterior.latent(part) for part in self._parts(x)), strict=True))
+        return mean.to(x.dtype), covariance.to(x.dtype)
 
     def predict(self, x: Tensor, *, link: str = "probit", n_samples: int = 512) -> Tensor:
         """E[y] at x (b, C): class probabilities (of class 1 for Bernoulli), rates for Poisson, means for Gaussian."""
@@ -174,7 +175,7 @@ class NonConjugateGP:
             )
             for part in self._parts(x, extra=0 if link == "probit" else 16 * n_samples * self.likelihood.num_outputs)
         ]
-        return _cast(x, torch.cat(parts))[0]
+        return torch.cat(parts).to(x.dtype)
 
     def credible_interval(self, x: Tensor, *, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """Lower and upper ends (b, C) of the central interval of the rate, the probability or the noise-free value."""
@@ -184,7 +185,7 @@ class NonConjugateGP:
     def sample(self, x: Tensor, n_samples: int, *, generator: torch.Generator | None = None) -> Tensor:
         """Joint draws of the latent functions at x: (n_samples, b, C)."""
         posterior, x = self.posterior_, self._checked_inputs(x, "x", new=True)
-        return _cast(x, posterior.sample(x, n_samples, generator))[0]
+        return posterior.sample(x, n_samples, generator).to(x.dtype)
 
     def log_evidence(self) -> Evidence:
         """Two-sided bounds on the Laplace log-evidence at the current point."""
@@ -208,7 +209,9 @@ class NonConjugateGP:
         if not X.is_floating_point():
             raise TypeError(f"{name} expects floating-point inputs, but got {X.dtype}. Convert it, or set dtype.")
         if X.numel() == 0 and not (new and X.shape[0] == 0):
-            raise ValueError(f"{name} expects at least one input with at least one dimension, but got {tuple(X.shape)}.")
+            raise ValueError(
+                f"{name} expects at least one input with at least one dimension, but got {tuple(X.shape)}."
+            )
         if not bool(torch.isfinite(X).all()):
             bad = int((~torch.isfinite(X)).any(1).sum())
             raise ValueError(f"{name} expects finite numbers, but {bad} of its rows hold NaN or infinity. Remove them.")
@@ -230,7 +233,7 @@ class NonConjugateGP:
         if y.ndim == 0 or len(y) != len(inputs):
             got = "a single number" if y.ndim == 0 else f"{len(y)}"
             raise ValueError(f"y expects one target for each of the {len(inputs)} rows of X, but got {got}.")
-        if y.is_complex() or y.is_floating_point() and not bool(torch.isfinite(y).all()):
+        if y.is_complex() or (y.is_floating_point() and not bool(torch.isfinite(y).all())):
             raise ValueError("y expects finite real numbers, but holds NaN, infinity or complex numbers. Remove them.")
         return self.likelihood.check_targets(y)
 
@@ -247,15 +250,15 @@ class NonConjugateGP:
         if self.kronecker:
             return min(problem.prior.num_data, self.stopping.max_products * problem.prior.num_outputs)
         budget = min(self.stopping.max_products, problem.curvature_rank)
-        return budget if self.options.max_rank is None else min(budget, self.options.max_rank + self.stopping.products_per_step)
+        return (
+            budget
+            if self.options.max_rank is None
+            else min(budget, self.options.max_rank + self.stopping.products_per_step)
+        )
 
     def _parts(self, x: Tensor, extra: int = 0) -> Iterator[Tensor]:
         """x in parts whose work fits in `chunk_bytes`; one empty part for no inputs."""
         return iter(torch.split(x, max(1, self.chunk_bytes // (self.posterior_.bytes_per_input() + extra))))
-
-
-def _cast(like: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
-    return tuple(value.to(like.dtype) for value in values)
 
 
 def _checked_likelihood(likelihood: Likelihood) -> Likelihood:
@@ -273,18 +276,20 @@ def _checked_kernels(kernel: Kernel | Sequence[Kernel], likelihood: Likelihood) 
     kernels = list(kernel) if isinstance(kernel, Sequence) else [kernel]
     for item in kernels:
         if not isinstance(item, Kernel):
-            raise TypeError(f"kernel expects a kernel such as Matern32(lengthscale=0.5), or a list of them; got {item!r}.")
+            raise TypeError(
+                f"kernel expects a kernel such as Matern32(lengthscale=0.5), or a list of them; got {item!r}."
+            )
     if len(kernels) != likelihood.num_outputs:
         raise ValueError(
-            f"{likelihood!r} has {likelihood.num_outputs} output(s) and expects as many kernels, but got {len(kernels)}. "
-            "Pass one kernel for each output, or a single kernel (not in a list) for all of them."
+            f"{likelihood!r} expects {likelihood.num_outputs} kernels in a list, one per output, but got "
+            f"{len(kernels)}. Pass as many, or a single kernel (not in a list) for all outputs."
         )
     return kernels
 
 
 def _checked_mean(mean: float | Sequence[float] | Tensor, likelihood: Likelihood) -> Tensor:  # (C,)
     values = torch.as_tensor(mean, dtype=torch.float64)
-    if values.ndim > 1 or values.ndim == 1 and len(values) != likelihood.num_outputs:
+    if values.ndim > 1 or (values.ndim == 1 and len(values) != likelihood.num_outputs):
         raise ValueError(
             f"mean expects one number, or one for each of the {likelihood.num_outputs} output(s), "
             f"but got shape {tuple(values.shape)}."
@@ -312,10 +317,12 @@ def _choose_kronecker(
                 "Use actions='joint'."
             )
         if policy == "unit":
-            raise ValueError("Kronecker actions expect a policy that spreads over the data, but got 'unit'. Use 'joint'.")
+            raise ValueError(
+                "Kronecker actions expect a policy that spreads over the data, but got 'unit'. Use 'joint'."
+            )
         if max_rank is not None and max_rank < rank**2:
             raise ValueError(
-                f"Kronecker actions of {likelihood!r} expect a max_rank of at least {rank**2}, to hold the mean, but got "
-                f"{max_rank}. Raise it, or use actions='joint'."
+                f"Kronecker actions of {likelihood!r} expect a max_rank of at least {rank**2}, to hold the mean, but "
+                f"got {max_rank}. Raise it, or use actions='joint'."
             )
     return actions == "kronecker"

@@ -1,10 +1,10 @@
 """From the latent Gaussian to predictions: E[response(f)], by one of three links, and credible intervals.
 
-    probit      closed form where there is one (Gaussian, Poisson), the probit approximation for classification. Cheap;
-                for softmax it uses the diagonal of the C×C covariance alone
-    quadrature  fixed points: Gauss–Hermite for one output, quasi-random for several. Deterministic, uses the whole
-                covariance
-    mc          plain Monte Carlo with the whole covariance
+probit      closed form where there is one (Gaussian, Poisson), the probit approximation for classification. Cheap;
+            for softmax it uses the diagonal of the C×C covariance alone
+quadrature  fixed points: Gauss–Hermite for one output, quasi-random for several. Deterministic, uses the whole
+            covariance
+mc          plain Monte Carlo with the whole covariance
 """
 
 from __future__ import annotations

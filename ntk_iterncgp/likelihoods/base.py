@@ -56,6 +56,11 @@ class Likelihood(ABC):
         """A diagonal that acts within the range of W as W⁺ does, where there is one. Spares work; may stay None."""
         return None
 
+    def curvature_root(self, latent: Tensor, block: Tensor) -> Tensor:  # (N, C), (N, C, k) -> (N, C, k)
+        """R V with RRᵀ = W, for random cotangents."""
+        eye = torch.eye(self.num_outputs, dtype=latent.dtype, device=latent.device)
+        return covariance_root(self.curvature(latent, eye.expand(len(latent), -1, -1))) @ block
+
     @abstractmethod
     def response(self, latent: Tensor) -> Tensor:  # (..., C) -> (..., C)
         """E[y | f]: what the latent values say about an observation."""
@@ -64,7 +69,9 @@ class Likelihood(ABC):
     def expected_response(self, mean: Tensor, variance: Tensor) -> Tensor:  # (b, C), (b, C) -> (b, C)
         """E[response(f)] for f ~ N(mean, diag variance): in closed form, or by the probit approximation."""
 
-    def expected_log_prob(self, mean: Tensor, covariance: Tensor, targets: Tensor) -> Tensor:  # (N, C), (N, C, C) -> (N,)
+    def expected_log_prob(
+        self, mean: Tensor, covariance: Tensor, targets: Tensor
+    ) -> Tensor:  # (N, C), (N, C, C) -> (N,)
         """E[log p(y | f)] for f ~ N(mean, covariance), by fixed points unless there is a closed form."""
         points, weights = normal_points(self.num_outputs, 256, mean.device)
         root, total = covariance_root(covariance), torch.zeros(len(mean), dtype=mean.dtype, device=mean.device)

@@ -60,6 +60,11 @@ class Softmax(Likelihood):
     def noise_diagonal(self, latent: Tensor) -> Tensor:
         return 1 / self._probabilities(latent)
 
+    def curvature_root(self, latent: Tensor, block: Tensor) -> Tensor:
+        """R = diag(q) (I − qqᵀ) with q = √π of length one."""
+        q = self._probabilities(latent).sqrt()[..., None]
+        return q * (block - q * (q * block).sum(1, keepdim=True))
+
     def project(self, block: Tensor) -> Tensor:
         return block - block.mean(1, keepdim=True)
 

@@ -71,8 +71,8 @@ class Prior(ABC):
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """The diagonal blocks of K: slices of the data, each with its (rows, C, C) in float64."""
 
-    def curvature_trace(self, curvature: Weight) -> float:
-        """tr(W K), for products with W given by `curvature`."""
+    def curvature_trace(self, curvature: Weight, root: Weight) -> float:
+        """tr(W K), for products with W and with a root of it; exact here, a prior may estimate it."""
         total = 0.0
         for data, block in self.blocks():
             total += float(curvature(data, block).diagonal(dim1=1, dim2=2).sum())

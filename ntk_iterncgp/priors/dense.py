@@ -46,10 +46,7 @@ class DensePrior(Prior):
         assert isinstance(buffer.actions, DenseColumns)
         rows = self._rows_of(x)
         cross = self._covariance[rows, : self._num_rows] @ buffer.actions.matrix
-        if joint:
-            covariance = self._covariance[rows][:, rows]
-        else:
-            covariance = self._blocks_of(x)
+        covariance = self._covariance[rows][:, rows] if joint else self._blocks_of(x)
         cross = cross.double().unflatten(0, (len(x), self.num_outputs))
         return AtInputs(self._mean[x], cross, covariance.double())
 

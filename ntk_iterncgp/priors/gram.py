@@ -1,7 +1,7 @@
 """The prior of an explicit kernel: independent outputs, f_c ~ GP(m_c, k_c), one kernel for all outputs or one for each.
 
-K is block diagonal over the outputs and never formed; k(X, X) V runs over blocks of rows (`kernels.reduction`). With one
-kernel for all outputs a product is a single k(X, X) @ (N, C).
+K is block diagonal over the outputs and never formed; k(X, X) V runs over tiles (`kernels.reduction`). With one kernel
+for all outputs a product is a single k(X, X) @ (N, C).
 """
 
 from __future__ import annotations

@@ -11,13 +11,12 @@ Where this departs from the paper's listing, and why:
     below the exact one. Here every image is a direct product.
 3.  One product per action. v, K v and the residual are combinations of S and its images; the paper's listing spends
     three products (line 5, line 9 and Alg. 1, line 9).
-4.  The loop stops on ‖W r‖, not ‖r‖: pseudo-targets of decided points are as large as 1/π and would hide everything else.
+4.  The loop stops on ‖W r‖, not ‖r‖: pseudo-targets of decided points are as large as 1/π and would hide the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import replace
 
 from ntk_iterncgp.columns import Buffer
 from ntk_iterncgp.solver.policies import Policy
@@ -36,22 +35,15 @@ def inner_loop(
             return state, Status.BUDGET
         if state.relative_residual < residual_tol:  # line 5: the residual costs no product (departure 3)
             return state, Status.CONVERGED
-        state = replace_keeping_cache(state, products_left=limit - prior.num_products)
+        state = state.with_counters(products_left=limit - prior.num_products)
         block = policy(state)  # line 6
         if prior.num_products >= limit:  # the policy itself may spend products
             return state, Status.BUDGET
         block = block[:, : limit - prior.num_products]
-        state = replace_keeping_cache(state, num_proposals=state.num_proposals + block.shape[1])
+        state = state.with_counters(num_proposals=state.num_proposals + block.shape[1])
         actions = state.propose(block)  # departures 1 and 2
         if actions.size == 0:
             return state, Status.EXHAUSTED
         images = prior.image(actions)  # line 9: the only expensive line
         state = state.extend(Buffer(actions, images))  # lines 7 to 15, as small matrices
         yield state
-
-
-def replace_keeping_cache(state: State, **changes: int) -> State:
-    """A state with other counters; what has been computed stays computed."""
-    changed = replace(state, **changes)
-    changed.__dict__.update({k: v for k, v in state.__dict__.items() if k not in changed.__dict__})
-    return changed

@@ -149,7 +149,7 @@ def _is_close(new: Iterate, old: Iterate, tolerance: float) -> bool:
 
 
 def line_search(problem: Problem, start: Iterate, target: Iterate) -> tuple[Iterate, bool]:
-    """Halve the step until Ψ rises enough (Armijo); near the mode, where Ψ is flat to rounding, until its slope falls."""
+    """Halve the step until Ψ rises enough (Armijo); where Ψ is flat to rounding, until its slope falls."""
     value, slope = objective_and_slope(problem, start, start, target)
     if not slope > 0:
         return start, False

@@ -5,7 +5,7 @@
     curvature_residual  W r = ∇ + W(g − K v) − v                       conjugate gradients on I + W^{½}KW^{½}
     random_subspace     W (Σ W)ᵖ ξ, Σ the current covariance           blocks that contract the variance
 
-What a policy returns need be neither orthogonal nor normalised, nor new: the solver sees to that, and drops what is not.
+What a policy returns need be neither orthogonal nor normalised, nor new: the solver sees to that and drops the rest.
 """
 
 from __future__ import annotations
@@ -85,5 +85,7 @@ def resolve_policy(policy: str | Policy) -> Policy:
         return policy
     if policy not in POLICIES:
         names = ", ".join(repr(name) for name in POLICIES)
-        raise ValueError(f"policy expects one of {names}, or a callable from a state to actions (n, k); got {policy!r}.")
+        raise ValueError(
+            f"policy expects one of {names}, or a callable from a state to actions (n, k); got {policy!r}."
+        )
     return POLICIES[policy]()

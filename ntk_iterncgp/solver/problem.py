@@ -1,6 +1,6 @@
 """What is to be inferred: a prior, a likelihood and targets, with the likelihood's questions asked in flat n-vectors.
 
-Vectors over the data are float64 throughout: there are only a handful of them, and saturated likelihoods need the range.
+Vectors over the data are float64 throughout: there are only a handful of them, and decided points need the range.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ntk_iterncgp.columns import Columns
+from ntk_iterncgp.columns import Columns, Weight
 from ntk_iterncgp.likelihoods import Likelihood
 from ntk_iterncgp.priors import Prior
 
@@ -72,11 +72,18 @@ class Problem:
 
     def curvature_inner(self, latent: Tensor, images: Columns) -> Tensor:  # (B, B)
         """TᵀWT."""
-        return images.weighted_inner(lambda data, block: self.likelihood.curvature(latent[data], block), images)
+        return images.weighted_inner(self.curvature_products(latent)[0], images)
 
     def curvature_trace(self, latent: Tensor) -> float:
         """tr(W K)."""
-        return self.prior.curvature_trace(lambda data, block: self.likelihood.curvature(latent[data], block))
+        return self.prior.curvature_trace(*self.curvature_products(latent))
+
+    def curvature_products(self, latent: Tensor) -> tuple[Weight, Weight]:
+        """Products with W and with a root of it, on some data."""
+        return (
+            lambda data, block: self.likelihood.curvature(latent[data], block),
+            lambda data, block: self.likelihood.curvature_root(latent[data], block),
+        )
 
     def _blocks(self, vector: Tensor) -> Tensor:  # (N, C, k)
         return vector.reshape(self.prior.num_data, self.prior.num_outputs, -1)

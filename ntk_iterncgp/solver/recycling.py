@@ -5,9 +5,9 @@ anew. Recycling costs no product.
 
 Compression keeps R combinations of the B actions:
 
-`"mean+trace"`  (default; departure 4) keeps the current mean exactly, and with it the R − 1 directions that contract the
-                variance at the training inputs most. With A₀A₀ᵀ = M⁻¹ and u ∝ A₀⁻¹w these are A₀u and A₀ times the top
-                eigenvectors of (I − uuᵀ) A₀ᵀ(TᵀT)A₀ (I − uuᵀ).
+`"mean+trace"`  (default; departure 4) keeps the current mean exactly, and with it the R − 1 directions that contract
+                the variance at the training inputs most. With A₀A₀ᵀ = M⁻¹ and u ∝ A₀⁻¹w these are A₀u and A₀ times the
+                top eigenvectors of (I − uuᵀ) A₀ᵀ(TᵀT)A₀ (I − uuᵀ).
 `"eigen"`       the paper's: the top eigenvectors of M. Depends on how actions are scaled, and loses the mean.
 
 Kronecker actions U ⊗ H stay Kronecker: the columns of U are combined, by the average of M over the contrasts, and the
@@ -53,8 +53,8 @@ def _mean_and_trace(root: Tensor, images_gram: Tensor, w: Tensor, keep: int) -> 
     mean = vectors[:, values > 1e-14 * values.max().clamp_min(1e-300)]  # a basis of the columns of w
     if mean.shape[1] > keep:
         raise ValueError(
-            f"The mean alone takes {mean.shape[1]} of the {keep} combinations that max_rank leaves for Kronecker actions. "
-            f"Raise max_rank, or use actions='joint'."
+            f"The mean alone takes {mean.shape[1]} of the {keep} combinations that max_rank leaves for Kronecker "
+            "actions. Raise max_rank, or use actions='joint'."
         )
     u = torch.linalg.qr(torch.linalg.solve(root, mean)).Q
     deflate = torch.eye(len(root), dtype=root.dtype, device=root.device) - u @ u.T
@@ -63,7 +63,7 @@ def _mean_and_trace(root: Tensor, images_gram: Tensor, w: Tensor, keep: int) -> 
 
 
 def _project_point(state: State, coefficients: Tensor) -> State:  # (r, R)
-    """Rotate to a span that need not hold Newton's point, which moves to the nearest point (in the K-norm) that does."""
+    """Rotate to a span that need not hold Newton's point, which moves to the nearest one (in the K-norm) in it."""
     rotated = state.rotate(coefficients)
     eye = torch.eye(state.buffer.actions.num_contrasts, dtype=coefficients.dtype, device=coefficients.device)
     target = torch.kron(coefficients.contiguous(), eye).T @ (state.gram @ state.iterate.coefficients)

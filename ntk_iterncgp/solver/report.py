@@ -13,8 +13,8 @@ from ntk_iterncgp.solver.state import State
 from ntk_iterncgp.solver.stopping import Status
 
 FREQUENT_METER_RANK = 512
-"""Up to this rank the meter is read after every block of actions, beyond it after every Newton step: it costs O(B³), and
-within a step an earlier reading stays a lower bound."""
+"""Up to this rank the meter is read after every block of actions, beyond it after every Newton step: it costs O(B³),
+and within a step an earlier reading stays a lower bound."""
 
 Callback = Callable[[State], object]
 Run = Generator[State, None, tuple[State, Status]]

@@ -153,7 +153,7 @@ class State:
 
     @cached_property
     def tight_log_determinant_bounds(self) -> tuple[float, float]:
-        """The same, with another upper bound that needs TᵀWT and is tighter at high rank: O(nB²), so only when asked."""
+        """The same, with another upper bound that needs TᵀWT and is tighter at high rank: O(nB²), when asked."""
         lower, upper = self.log_determinant_bounds
         if self.buffer.size == 0:
             return lower, upper
@@ -169,6 +169,16 @@ class State:
         return lower / upper if upper > 0 else 1.0
 
     # --- the next state -------------------------------------------------------------------------------------------
+
+    def with_counters(self, *, products_left: int | None = None, num_proposals: int | None = None) -> State:
+        """The same state with other counters; what has been computed stays computed."""
+        changed = replace(
+            self,
+            products_left=self.products_left if products_left is None else products_left,
+            num_proposals=self.num_proposals if num_proposals is None else num_proposals,
+        )
+        changed.__dict__.update({name: v for name, v in self.__dict__.items() if name not in changed.__dict__})
+        return changed
 
     def propose(self, block: Tensor) -> Columns:  # (n, k)
         """The actions that a block of proposals adds: in the range of W, orthonormal, new."""

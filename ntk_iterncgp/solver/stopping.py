@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 
-class Status(str, Enum):
+class Status(StrEnum):
     """How a run ended."""
 
     CONVERGED = "converged"
@@ -27,7 +27,7 @@ _ADVICE = {
     Status.NEWTON_STEPS: "max_newton_steps was reached before the mean converged. Allow more steps, or call refine().",
     Status.EXHAUSTED: "The policy has no new action to offer. refine(…) goes on with random probes.",
     Status.DIVERGED: "An undamped Newton step left the finite numbers; this is the point before it. Use damped=True.",
-    Status.INTERRUPTED: "The run was interrupted; the posterior is valid for the work done. refine(…) goes on from here.",
+    Status.INTERRUPTED: "The run was interrupted; the posterior is valid for the work done. refine(…) goes on.",
 }
 
 

@@ -1,0 +1,231 @@
+"""The training data, the same rows in the same order on every sweep; and the probe that proves it.
+
+K = J Λ⁻¹ Jᵀ is only a matrix if its rows stay where they are. A loader that shuffles is drawn from once, and its
+batches are then walked in that order; a model is put in eval mode for the time of a sweep. Whatever still changes from
+one sweep to the next (random augmentation, dropout that ignores eval mode, batch statistics) would make every product
+inconsistent with the others, so it is looked for at the door and named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+Inputs = Any  # a tensor, or a mapping of tensors and other things
+
+
+class FixedOrderData:
+    """Batches (x, y) of a loader, the same on every sweep. A mapping goes to the model whole; y is one of its items."""
+
+    def __init__(
+        self,
+        loader: DataLoader | Sequence[Any],
+        *,
+        device: torch.device,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+    ) -> None:
+        self.device, self.dict_key_x, self.dict_key_y = device, dict_key_x, dict_key_y
+        self._batches = _in_fixed_order(loader)
+
+    def __len__(self) -> int:
+        """The number of batches."""
+        return len(self._batches)
+
+    def batches(self) -> Iterator[tuple[Inputs, Tensor]]:
+        """One sweep, on the device."""
+        for batch in self._batches:
+            yield self.split(batch)
+
+    def split(self, batch: Any) -> tuple[Inputs, Tensor]:
+        """A batch as (x, y), on the device."""
+        if isinstance(batch, Mapping):
+            if self.dict_key_y not in batch:
+                raise ValueError(
+                    f"A batch that is a mapping is expected to hold targets under {self.dict_key_y!r} (dict_key_y), "
+                    f"but this one has the keys {sorted(map(str, batch))}. Set dict_key_y to the right one."
+                )
+            return to_device(batch, self.device), batch[self.dict_key_y].to(self.device)
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise ValueError(
+                f"Each batch is expected to be a pair (x, y) or a mapping, but got {type(batch).__name__}"
+                f"{f' of length {len(batch)}' if isinstance(batch, (tuple, list)) else ''}."
+            )
+        return to_device(batch[0], self.device), batch[1].to(self.device)
+
+    def num_rows(self, x: Inputs) -> int:
+        """How many data a batch of inputs holds."""
+        return len(x[self.dict_key_x] if isinstance(x, Mapping) else x)
+
+    def chunk(self, x: Inputs, size: int) -> Iterator[Inputs]:
+        """A batch of inputs in parts of at most `size` data."""
+        rows = self.num_rows(x)
+        for start in range(0, rows, size):
+            yield slice_rows(x, slice(start, min(start + size, rows)), rows)
+
+
+def slice_rows(x: Inputs, part: slice, num_rows: int) -> Inputs:
+    """Some rows of a batch; items of a mapping that do not have one entry per datum are passed on whole."""
+    if not isinstance(x, Mapping):
+        return x[part]
+    sliced = {
+        key: value[part] if isinstance(value, Tensor) and value.ndim and len(value) == num_rows else value
+        for key, value in x.items()
+    }
+    return _rebuilt(x, sliced)
+
+
+def _rebuilt(like: Inputs, items: dict[Any, Any]) -> Inputs:
+    """A mapping of the same kind: models may read it by attribute."""
+    return type(like)(items)
+
+
+def to_device(x: Inputs, device: torch.device) -> Inputs:
+    if isinstance(x, Tensor):
+        return x.to(device)
+    if isinstance(x, Mapping):
+        moved = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in x.items()}
+        return _rebuilt(x, moved)
+    return x
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode; each module's own train/eval flag comes back afterwards, whatever happens."""
+    flags = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in flags:
+            module.training = training
+
+
+def probe(model: nn.Module, forward: Callable[[Inputs], Tensor], data: FixedOrderData) -> None:
+    """Look at the first batch twice, in eval mode, and name what is not the same the second time."""
+    first, again = next(data.batches()), next(data.batches())
+    if not (_equal(first[0], again[0]) and torch.equal(first[1], again[1])):
+        raise ValueError(
+            "Two sweeps over the training data are expected to give the same rows, but the first batch came out "
+            "different the second time. Turn off random augmentation, and give the loader a fixed order."
+        )
+    training = [name or type(module).__name__ for name, module in model.named_modules() if module.training]
+    if training:
+        raise ValueError(
+            f"The model is expected to be in eval mode after model.eval(), but these modules stay in train mode: "
+            f"{', '.join(training[:5])}. Let their train() method obey."
+        )
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with torch.no_grad():
+        outputs, repeated = forward(first[0]), forward(first[0])
+        rows = data.num_rows(first[0])
+        alone = forward(slice_rows(first[0], slice(0, 1), rows))
+    changed = [name for name, buffer in model.named_buffers() if not torch.equal(buffer, buffers[name])]
+    if changed:
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+        raise ValueError(
+            f"A forward pass in eval mode is expected to leave the model as it is, but it changed the buffers "
+            f"{', '.join(changed[:5])}. Put BatchNorm in eval mode."
+        )
+    if not bool(torch.isfinite(outputs).all()):
+        raise ValueError(
+            "The model is expected to return finite outputs, but it returned NaN or infinity on the first batch. "
+            "Check its weights and the scale of its inputs."
+        )
+    if not torch.equal(outputs, repeated):
+        raise ValueError(
+            "Two forward passes on the same batch are expected to agree, but they differ by up to "
+            f"{float((outputs - repeated).abs().max()):.2g}. Turn off dropout and other noise in eval mode."
+        )
+    error = float((outputs[:1] - alone).abs().max())
+    if error > 1e-3 * float(outputs.abs().max()) + 1e-6:
+        raise ValueError(
+            "Each output is expected to depend on its own input alone, but the first one changed by "
+            f"{error:.2g} when the rest of its batch was left out. Use BatchNorm with running statistics."
+        )
+
+
+class _FixedBatches:
+    """A re-iterable over a loader's batches: those drawn from its sampler once."""
+
+    def __init__(self, iterable: Iterable[Any], length: int) -> None:
+        self._iterable, self._length = iterable, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._iterable)
+
+
+def _in_fixed_order(loader: DataLoader | Sequence[Any]) -> Any:
+    if not isinstance(loader, DataLoader):
+        if not isinstance(loader, Sequence):
+            raise TypeError(
+                f"The training data are expected as a torch DataLoader or a list of batches, since they are swept "
+                f"several times, but got {type(loader).__name__}."
+            )
+        return _nonempty(loader, len(loader))
+    if isinstance(loader.dataset, IterableDataset):
+        try:
+            length = len(loader)
+        except TypeError:
+            raise ValueError(
+                "An IterableDataset is expected to know its length, so that costs can be told and rows be numbered, "
+                "but this one does not. Give it a __len__, or use a map-style dataset."
+            ) from None
+        return _nonempty(_FixedBatches(loader, length), length)
+    if isinstance(loader.sampler, SequentialSampler) and type(loader.batch_sampler) is BatchSampler:
+        return _nonempty(_FixedBatches(loader, len(loader)), len(loader))
+    drawn = _drawn_once(loader)
+    common = dict(
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+    )
+    if loader.batch_sampler is None:
+        fixed: DataLoader = DataLoader(loader.dataset, batch_size=None, sampler=drawn, **common)
+    else:
+        fixed = DataLoader(loader.dataset, batch_sampler=drawn, **common)
+    return _nonempty(_FixedBatches(fixed, len(drawn)), len(drawn))
+
+
+def _drawn_once(loader: DataLoader) -> list[Any]:
+    """The indices of each batch. A plain permutation of the data set is put in order; other samplers are drawn from
+    once, with the random state of the caller left as it was."""
+    sampler, batched = loader.sampler, loader.batch_sampler
+    if (
+        isinstance(sampler, RandomSampler)
+        and not sampler.replacement
+        and sampler.num_samples == len(sampler.data_source)
+        and type(batched) is BatchSampler
+        and loader.batch_size
+        and not loader.drop_last
+    ):
+        indices = range(sampler.num_samples)
+        return [list(indices[i : i + loader.batch_size]) for i in range(0, len(indices), loader.batch_size)]
+    with torch.random.fork_rng(devices=[]):
+        return list(sampler) if batched is None else [list(batch) for batch in batched]
+
+
+def _nonempty(batches: Any, length: int) -> Any:
+    if length == 0:
+        raise ValueError("The training data are expected to hold at least one batch, but the loader is empty.")
+    return batches
+
+
+def _equal(a: Inputs, b: Inputs) -> bool:
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, Mapping):
+        return all(_equal(a[key], b[key]) for key in a)
+    return True

@@ -1,0 +1,119 @@
+"""The two flavours, final and registered with laplace-torch by their keys: they differ in where J comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from typing import Any, final
+
+import torch
+from laplace.utils import FeatureExtractor
+from laplace.utils.enums import Likelihood
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from ntk_iterncgp.data import FixedOrderData, Inputs, probe
+from ntk_iterncgp.laplace_addon.base import IterNCGPLaplace
+from ntk_iterncgp.priors.jacobian import Jacobian, NetworkJacobian, Rows
+from ntk_iterncgp.priors.last_layer import LastLayerJacobian
+from ntk_iterncgp.priors.ntk import in_parts
+
+
+@final
+class IterNCGPAllLaplace(IterNCGPLaplace):
+    """All weights that require a gradient."""
+
+    _key = ("all", "iterncgp")
+
+    def _open(self, loader: DataLoader) -> tuple[NetworkJacobian, FixedOrderData]:
+        jacobian = Jacobian(self.model)
+        data = FixedOrderData(loader, device=self._device, dict_key_x=self.dict_key_x, dict_key_y=self.dict_key_y)
+        probe(self.model, jacobian.forward, data)
+        return jacobian, data
+
+    def _rows_at(self, x: Inputs) -> Iterator[Rows]:
+        jacobian = Jacobian(self.model)
+        data = FixedOrderData([(x, None)], device=self._device, dict_key_x=self.dict_key_x, dict_key_y=self.dict_key_y)
+        for part in in_parts(jacobian, data, x, self.n_outputs, self.settings.chunk_bytes):
+            yield jacobian.rows(part, data.num_rows(part))
+
+    def _layer_sizes(self) -> tuple[int, ...]:
+        return tuple(value.numel() for value in self.params)
+
+    def _parameters(self) -> dict[str, Tensor]:
+        return {name: value for name, value in self.model.named_parameters() if value.requires_grad}
+
+
+@final
+class IterNCGPLastLayerLaplace(IterNCGPLaplace):
+    """The weights of a linear last layer; its features are computed once.
+
+    The layer is found by a forward pass, as laplace-torch does, or named by `last_layer_name`. The model is copied,
+    since finding features leaves hooks behind.
+    """
+
+    _key = ("last_layer", "iterncgp")
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        sigma_noise: float | Tensor = 1.0,
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        *args: Any,
+        last_layer_name: str | None = None,
+        feature_reduction: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(model, likelihood, sigma_noise, 1.0, 0.0, *args, **kwargs)
+        self._given_prior = (prior_precision, prior_mean)  # checked against the last layer once it is known
+        self.extractor = FeatureExtractor(
+            deepcopy(model), last_layer_name, self.enable_backprop, feature_reduction=feature_reduction
+        )
+        self.model = self.extractor
+        if last_layer_name is not None:
+            self._take_last_layer()
+
+    @property
+    def _layer(self) -> nn.Linear:
+        layer = self.extractor.last_layer
+        assert isinstance(layer, nn.Linear)
+        return layer
+
+    def _take_last_layer(self) -> None:
+        self.params = list(self._layer.parameters())
+        self.n_params, self.n_layers = sum(p.numel() for p in self.params), len(self.params)
+        self.prior_precision, self.prior_mean = self._given_prior
+
+    def _open(self, loader: DataLoader) -> tuple[NetworkJacobian, FixedOrderData]:
+        data = FixedOrderData(loader, device=self._device, dict_key_x=self.dict_key_x, dict_key_y=self.dict_key_y)
+        if self.extractor.last_layer is None:
+            with torch.no_grad():
+                self.extractor.find_last_layer(next(data.batches())[0])
+            self._take_last_layer()
+        probe(self.extractor, self.extractor, data)
+        with torch.no_grad():
+            batches = [(self.extractor.forward_with_features(x)[1].detach(), y) for x, y in data.batches()]
+        return LastLayerJacobian(self._layer), FixedOrderData(batches, device=self._device)
+
+    def _rows_at(self, x: Inputs) -> Iterator[Rows]:
+        jacobian, features = LastLayerJacobian(self._layer), self.extractor.forward_with_features(x)[1]
+        data = FixedOrderData([(features, None)], device=self._device)
+        for part in in_parts(jacobian, data, features, self.n_outputs, self.settings.chunk_bytes):
+            yield jacobian.rows(part, len(part))
+
+    def _layer_sizes(self) -> tuple[int, ...]:
+        return tuple(value.numel() for value in self.params)
+
+    def _parameters(self) -> dict[str, Tensor]:
+        return dict(self._layer.named_parameters())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "last_layer_name": self.extractor._last_layer_name}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        if self.extractor.last_layer is None:
+            self.extractor.set_last_layer(str(state_dict["last_layer_name"]))
+            self._take_last_layer()
+        super().load_state_dict(state_dict)

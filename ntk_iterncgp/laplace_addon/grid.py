@@ -1,0 +1,78 @@
+"""The prior precision by a grid and a validation set, which is passed once in all."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from laplace.utils.enums import Likelihood
+from torch import Tensor
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+
+from ntk_iterncgp.data import FixedOrderData, evaluating
+from ntk_iterncgp.tuning import (
+    Moments,
+    ValidationPart,
+    categorical_nll,
+    gaussian_nll,
+    metric_value,
+    tune_by_validation,
+)
+
+if TYPE_CHECKING:
+    from ntk_iterncgp.laplace_addon.base import IterNCGPLaplace
+
+
+class GivenMoments(NamedTuple):
+    """Latent moments in the place of inputs, so that laplace-torch's links can be asked about them."""
+
+    mean: Tensor
+    covariance: Tensor
+
+
+def search_grid(
+    la: IterNCGPLaplace,
+    loader: DataLoader,
+    grid: Tensor,
+    *,
+    loss: Any,
+    link: str,
+    num_samples: int,
+    progress_bar: bool,
+) -> Tensor:
+    """The precision with the least loss on the validation set: the negative log-likelihood, or one of the user's."""
+
+    def score(moments: list[Moments]) -> float:
+        if la.likelihood == Likelihood.REGRESSION:
+            return (
+                gaussian_nll(moments, la.sigma_noise.double().square()) if loss is None else metric_value(loss, moments)
+            )
+        predictions = []
+        for mean, covariance, targets in moments:
+            given: Any = GivenMoments(mean.to(la._dtype), covariance.to(la._dtype))
+            predictions.append((la._glm_forward_call(given, la.likelihood, False, link, num_samples), targets))
+        return categorical_nll(predictions) if loss is None else metric_value(loss, predictions)
+
+    return tune_by_validation(
+        la.posterior,
+        _pass_once(la, loader, progress_bar),
+        grid,
+        la._noise_scale,
+        score,
+        refined=la.settings.mean == "refined",
+        progress_bar=progress_bar,
+    )
+
+
+def _pass_once(la: IterNCGPLaplace, loader: DataLoader, progress_bar: bool) -> list[ValidationPart]:
+    data = FixedOrderData(loader, device=la._device, dict_key_x=la.dict_key_x, dict_key_y=la.dict_key_y)
+    shift, parts = la.mean - la.prior_mean, []
+    with evaluating(la.model), torch.no_grad():
+        for x, y in tqdm(data.batches(), total=len(data), desc="Validation set", disable=not progress_bar):
+            start = 0
+            for rows in la._rows_at(x):
+                stop = start + len(rows.outputs)
+                parts.append(ValidationPart.of(rows, la.posterior, shift, y[start:stop]))
+                start = stop
+    return parts

@@ -1,0 +1,232 @@
+"""The Jacobian J of a network's outputs with respect to its weights, known by its products on one batch at a time.
+
+    vjp   JᵀV   reverse mode: one forward pass, then one backward pass per column
+    jvp   J V   forward mode: the columns share the primal pass
+    rows  J     datum by datum, for predictions
+
+Two kinds share this contract (`NetworkJacobian`): that of any model, and that of a linear last layer on cached features
+(`last_layer.py`), where J(x) = φ(x)ᵀ ⊗ I is never written out.
+
+The weights are those named in `params`; frozen ones and buffers stay as they are in the model, and are not touched. The
+parameters are handed to the model functionally, so its own `.grad` and `requires_grad` never change. Flat vectors of
+weights are in the order of `params`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev, jvp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ntk_iterncgp.data import Inputs, slice_rows
+
+JVP_COLUMNS = 8  # how many tangents share a primal pass: more share more, and hold more activations at once
+
+
+class Rows(ABC):
+    """The network at b inputs: its outputs, and products with the rows J(x) of its Jacobian."""
+
+    outputs: Tensor  # f(x; θ*) (b, C)
+
+    @abstractmethod
+    def times(self, weights: Tensor) -> Tensor:  # (P, k) -> (b, C, k)
+        """J(x) V, in float64."""
+
+    @abstractmethod
+    def covariance(self, variance: Tensor, *, joint: bool = False) -> Tensor:  # (P,)
+        """J(x) diag(variance) J(x)ᵀ in float64: (b, C, C), or (b·C, b·C) if joint."""
+
+    @abstractmethod
+    def curvature_diagonal(self, curvature: Callable[[Tensor], Tensor]) -> Tensor:  # (P,)
+        """The diagonal of Σ_n J_nᵀ W_n J_n, for products with W (b, C, k) -> (b, C, k) given by `curvature`."""
+
+
+class DenseRows(Rows):
+    """Rows that are written out, J (b, C, P)."""
+
+    def __init__(self, outputs: Tensor, jacobian: Tensor) -> None:
+        self.outputs, self.jacobian = outputs, jacobian
+
+    def times(self, weights: Tensor) -> Tensor:
+        return (self.jacobian @ weights.to(self.jacobian.dtype)).double()
+
+    def covariance(self, variance: Tensor, *, joint: bool = False) -> Tensor:
+        scaled = self.jacobian * variance.sqrt().to(self.jacobian.dtype)
+        if joint:
+            scaled = scaled.flatten(0, 1)
+        return (scaled @ scaled.mT).double()
+
+    def curvature_diagonal(self, curvature: Callable[[Tensor], Tensor]) -> Tensor:
+        weighted = curvature(self.jacobian.double())
+        return (weighted * self.jacobian.double()).sum((0, 1))
+
+
+class NetworkJacobian(ABC):
+    """Products with J, a batch at a time, for P weights in a fixed order."""
+
+    num_params: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @abstractmethod
+    def forward(self, x: Inputs) -> Tensor:  # (b, C)
+        """The outputs."""
+
+    @abstractmethod
+    def vjp(self, x: Inputs, cotangents: Tensor) -> Tensor:  # (b, C, k) -> (P, k)
+        """JᵀV summed over a batch."""
+
+    @abstractmethod
+    def jvp(self, x: Inputs, tangents: Tensor) -> Tensor:  # (P, k) -> (b, C, k)
+        """J V on a batch."""
+
+    @abstractmethod
+    def rows(self, x: Inputs, num_rows: int) -> Rows:
+        """The network at each input of a batch. Differentiable in x."""
+
+    @abstractmethod
+    def bytes_per_row(self, num_outputs: int) -> int:
+        """The memory that `rows` takes for each input."""
+
+
+class Jacobian(NetworkJacobian):
+    """J of `model` at its current weights, for the parameters in `params`."""
+
+    def __init__(self, model: nn.Module, params: Mapping[str, Tensor] | None = None) -> None:
+        self.model = model
+        chosen = params if params is not None else {n: p for n, p in model.named_parameters() if p.requires_grad}
+        if not chosen:
+            raise ValueError("Expected at least one parameter that requires a gradient, but all are frozen.")
+        self.params = {name: value.detach() for name, value in chosen.items()}
+        self.sizes = [value.numel() for value in self.params.values()]
+        self.num_params = sum(self.sizes)
+        first = next(iter(self.params.values()))
+        self.dtype, self.device = first.dtype, first.device
+        self.params_bytes = first.element_size()
+        self._vmaps = True
+
+    # --- the function ---------------------------------------------------------------------------------------------
+
+    def forward(self, x: Inputs, params: Mapping[str, Tensor] | None = None) -> Tensor:  # (b, C)
+        """The model's outputs as (b, C); a regression model may return (b,)."""
+        outputs = functional_call(self.model, dict(self.params if params is None else params), (x,))
+        outputs = getattr(outputs, "logits", outputs)
+        if not isinstance(outputs, Tensor) or outputs.ndim not in (1, 2):
+            found = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+            raise ValueError(f"The model is expected to return a tensor of shape (b, C) or (b,), but returned {found}.")
+        return outputs if outputs.ndim == 2 else outputs[:, None]
+
+    # --- products on a batch --------------------------------------------------------------------------------------
+
+    def vjp(self, x: Inputs, cotangents: Tensor) -> Tensor:  # (b, C, k) -> (P, k)
+        """JᵀV summed over a batch."""
+        leaves = {name: value.requires_grad_() for name, value in self._fresh().items()}
+        with torch.enable_grad(), _differentiable_attention():
+            outputs = self.forward(x, leaves)
+            columns = []
+            for j in range(cotangents.shape[2]):
+                gradients = torch.autograd.grad(
+                    outputs,
+                    list(leaves.values()),
+                    cotangents[:, :, j].to(outputs.dtype),
+                    retain_graph=j + 1 < cotangents.shape[2],
+                    allow_unused=True,
+                )
+                columns.append(self._flatten(gradients))
+        return torch.stack(columns, 1) if columns else cotangents.new_zeros(self.num_params, 0)
+
+    def jvp(self, x: Inputs, tangents: Tensor) -> Tensor:  # (P, k) -> (b, C, k)
+        """J V on a batch."""
+
+        def push(tangent: Tensor) -> Tensor:
+            return jvp(lambda p: self.forward(x, p), (self.params,), (self._unflatten(tangent),))[1]
+
+        with torch.no_grad(), _differentiable_attention():
+            parts = []
+            for block in tangents.split(JVP_COLUMNS, 1):
+                one = block.shape[1] == 1
+                parts.append(push(block[:, 0])[..., None] if one else vmap(push, in_dims=1, out_dims=2)(block))
+        return torch.cat(parts, 2)
+
+    def bytes_per_row(self, num_outputs: int) -> int:
+        return 3 * num_outputs * self.num_params * self.params_bytes  # J, what it is concatenated from, J Λ^{-½}
+
+    def rows(self, x: Inputs, num_rows: int) -> DenseRows:
+        with _differentiable_attention():
+            if self._vmaps:
+                try:
+                    return DenseRows(self.forward(x), self._rows_together(x, num_rows))
+                except RuntimeError as error:
+                    if "vmap" not in str(error):
+                        raise
+                    warnings.warn(
+                        "This model cannot be vectorised over data (torch.func.vmap says: "
+                        f"{str(error).splitlines()[0][:120]}). Its rows are taken one by one, which is slower.",
+                        stacklevel=2,
+                    )
+                    self._vmaps = False
+            return DenseRows(self.forward(x), self._rows_one_by_one(x, num_rows))
+
+    def _rows_together(self, x: Inputs, num_rows: int) -> Tensor:  # (b, C, P)
+        if isinstance(x, Mapping):
+            per_datum = {k: v for k, v in x.items() if isinstance(v, Tensor) and v.ndim and len(v) == num_rows}
+            shared = {k: v for k, v in x.items() if k not in per_datum}
+            kind: Callable[..., Inputs] = type(x)
+
+            def single(params: dict[str, Tensor], datum: dict[str, Tensor]) -> Tensor:
+                return self.forward(kind({**shared, **{k: v[None] for k, v in datum.items()}}), params)[0]
+
+            blocks = vmap(jacrev(single), in_dims=(None, 0))(self.params, per_datum)
+        else:
+            blocks = vmap(jacrev(lambda params, datum: self.forward(datum[None], params)[0]), in_dims=(None, 0))(
+                self.params, x
+            )
+        return torch.cat([blocks[name].flatten(2) for name in self.params], 2)
+
+    def _rows_one_by_one(self, x: Inputs, num_rows: int) -> Tensor:  # (b, C, P)
+        rows = []
+        for n in range(num_rows):  # the plain sibling, for models that vmap cannot take
+            datum = slice_rows(x, slice(n, n + 1), num_rows)
+            blocks = jacrev(lambda params, datum=datum: self.forward(datum, params)[0])(self.params)
+            rows.append(torch.cat([blocks[name].flatten(1) for name in self.params], 1))
+        return torch.stack(rows)
+
+    # --- flat weight vectors --------------------------------------------------------------------------------------
+
+    def weights(self) -> Tensor:  # (P,)
+        """The weights as a flat vector."""
+        return torch.cat([value.flatten() for value in self.params.values()])
+
+    def is_current(self) -> bool:
+        """Whether the model's weights are still those of this Jacobian."""
+        current = dict(self.model.named_parameters())
+        return all(name in current and torch.equal(current[name], value) for name, value in self.params.items())
+
+    def _fresh(self) -> dict[str, Tensor]:
+        return {name: value.detach() for name, value in self.params.items()}
+
+    def _unflatten(self, vector: Tensor) -> dict[str, Tensor]:
+        parts = vector.split(self.sizes)
+        return {name: part.view_as(value) for (name, value), part in zip(self.params.items(), parts, strict=True)}
+
+    def _flatten(self, gradients: tuple[Tensor | None, ...]) -> Tensor:  # (P,)
+        pairs = zip(gradients, self.params.values(), strict=True)
+        return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in pairs])
+
+
+@contextmanager
+def _differentiable_attention() -> Iterator[None]:
+    """Fused attention kernels have no forward-mode derivative; the plain formula has."""
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)

@@ -1,0 +1,84 @@
+"""The Jacobian of a linear last layer: f(x) = Φ(x) Wᵀ + c, so J(x) = φ(x)ᵀ ⊗ I_C, kept as features alone.
+
+The weights are those of `nn.Linear`: W (C, D) flattened, then the bias (C,) if there is one. With the bias as one more
+feature that is always 1, a weight vector is a matrix (C, D′); J V, JᵀV and J Λ⁻¹ Jᵀ are contractions over D′, and no
+matrix of C·D columns per row, let alone (C·D)², is formed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ntk_iterncgp.data import Inputs
+from ntk_iterncgp.priors.jacobian import NetworkJacobian, Rows
+
+
+class LastLayerJacobian(NetworkJacobian):
+    """J of `layer`, where a batch of inputs is a batch of its features (b, D)."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self.layer, self.has_bias = layer, layer.bias is not None
+        self.num_outputs, self.num_features = layer.weight.shape
+        self.num_params = layer.weight.numel() + (self.num_outputs if self.has_bias else 0)
+        self.dtype, self.device = layer.weight.dtype, layer.weight.device
+
+    def forward(self, x: Inputs) -> Tensor:
+        return nn.functional.linear(
+            x, self.layer.weight.detach(), None if not self.has_bias else self.layer.bias.detach()
+        )
+
+    def vjp(self, x: Inputs, cotangents: Tensor) -> Tensor:
+        return self.flat(torch.einsum("bd,bck->cdk", self.extended(x), cotangents.to(x.dtype)))
+
+    def jvp(self, x: Inputs, tangents: Tensor) -> Tensor:
+        return torch.einsum("bd,cdk->bck", self.extended(x), self.matrix(tangents.to(x.dtype)))
+
+    def rows(self, x: Inputs, num_rows: int) -> Rows:
+        return LastLayerRows(self, x)
+
+    def bytes_per_row(self, num_outputs: int) -> int:
+        return 8 * (2 * num_outputs**2 + 2 * self.num_features)
+
+    def extended(self, features: Tensor) -> Tensor:  # (b, D) -> (b, D′)
+        return torch.cat([features, torch.ones_like(features[:, :1])], 1) if self.has_bias else features
+
+    def matrix(self, weights: Tensor) -> Tensor:  # (P, k) -> (C, D′, k)
+        C, D = self.num_outputs, self.num_features
+        matrix = weights[: C * D].unflatten(0, (C, D))
+        return torch.cat([matrix, weights[C * D :, None]], 1) if self.has_bias else matrix
+
+    def flat(self, matrix: Tensor) -> Tensor:  # (C, D′, k) -> (P, k)
+        D = self.num_features
+        flat = matrix[:, :D].flatten(0, 1)
+        return torch.cat([flat, matrix[:, D]]) if self.has_bias else flat
+
+
+class LastLayerRows(Rows):
+    """J(x) = φ(x)ᵀ ⊗ I at b inputs."""
+
+    def __init__(self, jacobian: LastLayerJacobian, features: Tensor) -> None:
+        self.outputs = jacobian.forward(features)
+        self._jacobian, self._features = jacobian, jacobian.extended(features)
+
+    def times(self, weights: Tensor) -> Tensor:
+        matrix = self._jacobian.matrix(weights.to(self._features.dtype))
+        return torch.einsum("bd,cdk->bck", self._features, matrix).double()
+
+    def covariance(self, variance: Tensor, *, joint: bool = False) -> Tensor:
+        features, per_class = self._features.double(), self._jacobian.matrix(variance[:, None].double())[..., 0]
+        if not joint:
+            return torch.diag_embed(features.square() @ per_class.T)
+        b, C = len(features), len(per_class)
+        full = torch.zeros(b, C, b, C, dtype=torch.float64, device=features.device)
+        for c in range(C):  # over outputs: the classes are independent
+            full[:, c, :, c] = (features * per_class[c]) @ features.T
+        return full.reshape(b * C, b * C)
+
+    def curvature_diagonal(self, curvature: Callable[[Tensor], Tensor]) -> Tensor:
+        b, C = self.outputs.shape
+        eye = torch.eye(C, dtype=torch.float64, device=self.outputs.device).expand(b, C, C)
+        weights = curvature(eye).diagonal(dim1=1, dim2=2)  # W_cc (b, C)
+        return self._jacobian.flat((weights.T @ self._features.double().square())[..., None])[:, 0]

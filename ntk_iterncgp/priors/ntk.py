@@ -1,0 +1,184 @@
+"""The prior of a linearised network: f(x) = f(x; θ*) + J(x)(θ − θ*), θ ~ N(μ₀, Λ⁻¹), hence K = J Λ⁻¹ Jᵀ.
+
+Products are linear in N: one sweep of the data with vector-Jacobian products gives A = JᵀS, another with
+Jacobian-vector products gives T = K S = J Λ⁻¹ A. A lives in weight space, and the posterior needs nothing else:
+k(x, X) S = J(x) Λ⁻¹ A at new inputs asks for no training data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ntk_iterncgp.columns import Buffer, Columns, DenseColumns, Images, Weight
+from ntk_iterncgp.data import FixedOrderData, Inputs
+from ntk_iterncgp.priors.base import AtInputs, Prior
+from ntk_iterncgp.priors.jacobian import NetworkJacobian, Rows
+
+EXACT_TRACE_ROWS = 4096
+"""Up to this many rows tr(W K) is computed from all rows of J; beyond, it is estimated from random cotangents."""
+
+
+class NetworkImages(Images):
+    """Images in weight space, A = JᵀS (P, B), and at the training inputs, T = K S (n, B)."""
+
+    def __init__(self, weights: DenseColumns, outputs: DenseColumns) -> None:
+        self.weights, self.outputs = weights, outputs
+        self.size, self.dtype = weights.size, weights.dtype
+
+    def append(self, other: Images) -> NetworkImages:
+        assert isinstance(other, NetworkImages)
+        return NetworkImages(self.weights.append(other.weights), self.outputs.append(other.outputs))
+
+    def rotate(self, coefficients: Tensor) -> NetworkImages:
+        return NetworkImages(self.weights.rotate(coefficients), self.outputs.rotate(coefficients))
+
+
+class NTKPrior(Prior):
+    """`outputs` (N, C) are the network's own, `prior_precision` is one number per weight.
+
+    `shift` is θ* − μ₀ (P,), or None for a prior mean that is the network itself.
+    """
+
+    def __init__(
+        self,
+        jacobian: NetworkJacobian,
+        data: FixedOrderData,
+        outputs: Tensor,
+        prior_precision: Tensor,
+        *,
+        shift: Tensor | None = None,
+        chunk_bytes: int = 256 * 2**20,
+    ) -> None:
+        super().__init__()
+        self.jacobian, self.data, self.chunk_bytes, self.shift = jacobian, data, chunk_bytes, shift
+        self.num_data, self.num_outputs = outputs.shape
+        self.dtype, self.device = jacobian.dtype, jacobian.device
+        self.prior_variance = 1 / prior_precision.double()  # (P,)
+        self.trace_is_exact = self.num_data * self.num_outputs <= EXACT_TRACE_ROWS
+        self._mean = outputs.double()
+        if shift is not None:
+            self._mean = self._mean - self.product(shift[:, None]).double().reshape(outputs.shape)
+
+    @property
+    def mean(self) -> Tensor:
+        return self._mean
+
+    # --- sweeps over the data -------------------------------------------------------------------------------------
+
+    def transpose_product(self, actions: Columns) -> Tensor:  # (P, B)
+        """A = JᵀS: one sweep, summed in float64."""
+        total = torch.zeros(self.jacobian.num_params, actions.size, dtype=torch.float64, device=self.device)
+        for data, x in self._sweep():
+            total += self.jacobian.vjp(x, actions.rows(data).to(self.dtype))
+        return total
+
+    def product(self, weights: Tensor) -> Tensor:  # (P, k) -> (n, k)
+        """J V: one sweep."""
+        weights = weights.to(self.dtype)
+        return torch.cat([self.jacobian.jvp(x, weights) for _, x in self._sweep()]).flatten(0, 1)
+
+    def rows(self) -> Iterator[tuple[slice, Rows]]:
+        """All rows of J, in parts that fit in `chunk_bytes`: one sweep."""
+        for data, x in self._sweep():
+            start = data.start
+            for part in in_parts(self.jacobian, self.data, x, self.num_outputs, self.chunk_bytes):
+                size = self.data.num_rows(part)
+                yield slice(start, start + size), self.jacobian.rows(part, size)
+                start += size
+
+    def _sweep(self) -> Iterator[tuple[slice, Inputs]]:
+        start = 0
+        for x, _ in self.data.batches():
+            stop = start + self.data.num_rows(x)
+            yield slice(start, stop), x
+            start = stop
+
+    # --- the contract ---------------------------------------------------------------------------------------------
+
+    def image(self, actions: Columns) -> NetworkImages:
+        self.num_products += actions.size
+        weights = self.transpose_product(actions)
+        outputs = self.product(self.prior_variance[:, None] * weights)
+        return NetworkImages(DenseColumns.of(weights.to(self.dtype), 1), DenseColumns.of(outputs, self.num_outputs))
+
+    def empty_images(self, columns: Columns) -> NetworkImages:
+        assert isinstance(columns, DenseColumns)
+        capacity, params = columns.storage.shape[0], self.jacobian.num_params
+        weights = DenseColumns.empty(params, 1, capacity=capacity, dtype=self.dtype, device=self.device)
+        return NetworkImages(weights, columns)
+
+    def gram(self, left: Buffer, right: Buffer) -> Tensor:
+        assert isinstance(left.images, NetworkImages) and isinstance(right.images, NetworkImages)
+        return left.images.weights.diagonal_inner(self.prior_variance[:, None], right.images.weights)
+
+    def lift(self, images: Images) -> DenseColumns:
+        assert isinstance(images, NetworkImages)
+        return images.outputs
+
+    def at(self, x: Inputs, buffer: Buffer, *, joint: bool = False) -> AtInputs:
+        assert isinstance(buffer.images, NetworkImages)
+        with torch.no_grad():
+            rows = self.jacobian.rows(x, self.data.num_rows(x))
+            mean = rows.outputs.double()
+            if self.shift is not None:
+                mean = mean - rows.times(self.shift[:, None])[..., 0]
+            cross = rows.times(self.prior_variance[:, None] * buffer.images.weights.matrix)
+            return AtInputs(mean, cross, rows.covariance(self.prior_variance, joint=joint))
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        with torch.no_grad():
+            for data, rows in self.rows():
+                yield data, rows.covariance(self.prior_variance)
+
+    def curvature_trace(self, curvature: Weight, root: Weight) -> float:
+        return float(self.curvature_diagonal(curvature, root) @ self.prior_variance)
+
+    def curvature_diagonal(self, curvature: Weight, root: Weight) -> Tensor:  # (P,)
+        """The diagonal of JᵀWJ, of which tr(W K) = Σ_p diag_p / λ_p for any prior precision.
+
+        Exact from all rows of J where these are few; else unbiased from one backward pass per batch, whose cotangents
+        are a root of W times random signs: cross terms between data vanish in expectation.
+        """
+        total = torch.zeros(self.jacobian.num_params, dtype=torch.float64, device=self.device)
+        if self.trace_is_exact:
+            with torch.no_grad():
+                for data, rows in self.rows():
+                    total += rows.curvature_diagonal(partial(curvature, data))
+            return total
+        generator = torch.Generator(device=self.device).manual_seed(0)
+        for data, x in self._sweep():
+            shape = (data.stop - data.start, self.num_outputs, 1)
+            signs = torch.randint(0, 2, shape, generator=generator, device=self.device).double() * 2 - 1
+            total += self.jacobian.vjp(x, root(data, signs).to(self.dtype))[:, 0].double().square()
+        return total
+
+
+def in_parts(
+    jacobian: NetworkJacobian, data: FixedOrderData, x: Inputs, num_outputs: int, chunk_bytes: int
+) -> Iterator[Inputs]:
+    """A batch in parts whose rows of J fit in `chunk_bytes`, or a sentence that names the sizes."""
+    per_row = jacobian.bytes_per_row(num_outputs)
+    if per_row > chunk_bytes:
+        raise ValueError(
+            f"chunk_bytes is expected to hold the rows of the Jacobian for one input, {num_outputs} outputs × "
+            f"{jacobian.num_params:,} weights, which take {per_row / 2**20:.1f} MiB, but it is "
+            f"{chunk_bytes / 2**20:.1f} MiB. Raise chunk_bytes, or choose fewer weights."
+        )
+    return data.chunk(x, chunk_bytes // per_row)
+
+
+def sweep_outputs(
+    jacobian: NetworkJacobian, data: FixedOrderData, on_batch: Callable[[], object] = lambda: None
+) -> tuple[Tensor, Tensor]:  # (N, C), targets
+    """The network's outputs and the targets at all training inputs: one forward sweep."""
+    outputs, targets = [], []
+    with torch.no_grad():
+        for x, y in data.batches():
+            outputs.append(jacobian.forward(x))
+            targets.append(y)
+            on_batch()
+    return torch.cat(outputs), torch.cat(targets)

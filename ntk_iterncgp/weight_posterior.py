@@ -1,0 +1,164 @@
+"""The posterior of a linearised network's weights, from A = JᵀS and small matrices: no training data, any prior.
+
+    Σ_θ = Λ⁻¹ − Λ⁻¹A M⁻¹AᵀΛ⁻¹,    M = AᵀΛ⁻¹A + τ R,    R = SᵀW⁺S
+
+A and R do not depend on the prior precision Λ, nor on the noise or temperature, which only scale R (τ = σ²·T). So all
+hyperparameters may change after the fit and take effect at once: G(Λ) = AᵀΛ⁻¹A is a sum of one small matrix per
+parameter tensor, over its precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ntk_iterncgp.columns import DenseColumns
+from ntk_iterncgp.priors.jacobian import Rows
+from ntk_iterncgp.solver.factor import Factor, rounding_noise
+
+
+@dataclass(frozen=True, eq=False)
+class WeightPosterior:
+    """What a fit leaves behind. `layer_sizes` are the numbers of weights of the parameter tensors."""
+
+    images: Tensor  # A (P, B)
+    noise_gram: Tensor  # R (B, B), for τ = 1
+    right_hand_side: Tensor  # Sᵀb (B,): zero where the mean is the network itself
+    curvature_diagonal: Tensor  # the diagonal of JᵀWJ (P,), for τ = 1
+    curvature_rank: int
+    layer_sizes: tuple[int, ...]
+    trace_is_exact: bool
+
+    @property
+    def rank(self) -> int:
+        return self.images.shape[1]
+
+    def to_dict(self) -> dict[str, Tensor | int | bool]:
+        """Plain tensors and numbers. The layer sizes are the model's own."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "layer_sizes"}
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any], layer_sizes: tuple[int, ...], device: torch.device) -> WeightPosterior:
+        moved: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in saved.items()}
+        return cls(**moved, layer_sizes=layer_sizes)
+
+    # --- small matrices for a prior -------------------------------------------------------------------------------
+
+    @cached_property
+    def layer_grams(self) -> Tensor:  # (L, B, B)
+        """A_lᵀA_l for each parameter tensor."""
+        parts = self.images.split(self.layer_sizes)
+        columns = [DenseColumns.of(part, 1) for part in parts]
+        return torch.stack([column.gram(column) for column in columns])
+
+    def gram(self, prior_precision: Tensor) -> Tensor:  # (1,), (L,) or (P,) -> (B, B)
+        """AᵀΛ⁻¹A, differentiable in Λ."""
+        precision = prior_precision.double()
+        if len(precision) in (1, len(self.layer_sizes)):
+            return torch.einsum("l,lbc->bc", (1 / precision).expand(len(self.layer_sizes)), self.layer_grams)
+        scaled = self.images.double() / precision[:, None]
+        return scaled.T @ self.images.double()
+
+    def factor(self, prior_precision: Tensor, noise_scale: Tensor) -> Factor:
+        gram, noise = self.gram(prior_precision), noise_scale.double() * self.noise_gram
+        with torch.no_grad():
+            rounding = rounding_noise(gram, noise, self.images.dtype)
+        eye = torch.eye(self.rank, dtype=torch.float64, device=gram.device)
+        return Factor(gram + noise + rounding * eye)
+
+    def precision_of_weights(self, prior_precision: Tensor) -> Tensor:  # (P,)
+        precision = prior_precision.double()
+        if len(precision) == len(self.layer_sizes) != 1:
+            sizes = torch.tensor(self.layer_sizes, device=precision.device)
+            return torch.repeat_interleave(precision, sizes)
+        return precision.expand(len(self.images))
+
+    # --- predictions ----------------------------------------------------------------------------------------------
+
+    def conditioned(self, prior_precision: Tensor, noise_scale: Tensor) -> ConditionedPosterior:
+        """The posterior for one choice of hyperparameters, ready for predictions."""
+        variance = 1 / self.precision_of_weights(prior_precision.detach())
+        factor = self.factor(prior_precision.detach(), noise_scale.detach())
+        return ConditionedPosterior(self, variance, factor, noise_scale.detach().double())
+
+    # --- evidence -------------------------------------------------------------------------------------------------
+
+    def log_determinant_bounds(self, prior_precision: Tensor, noise_scale: Tensor) -> tuple[Tensor, Tensor]:
+        """lo ≤ log|I + W^{½}KW^{½}| ≤ hi, differentiable in both arguments."""
+        precision = self.precision_of_weights(prior_precision)
+        trace = (self.curvature_diagonal / precision).sum() / noise_scale
+        free = self.curvature_rank - self.rank
+        if self.rank:
+            noise = torch.linalg.cholesky(noise_scale.double() * self.noise_gram)
+            half = torch.linalg.solve_triangular(noise, self.gram(prior_precision), upper=False)
+            whitened = torch.linalg.solve_triangular(noise, half.T, upper=False)
+            gamma = torch.linalg.eigvalsh(0.5 * (whitened + whitened.T)).clamp_min(0)
+            lower, captured = torch.log1p(gamma).sum(), gamma.sum()
+        else:
+            lower = captured = torch.zeros((), dtype=torch.float64, device=self.images.device)
+        missing = (trace - captured).clamp_min(0)
+        return lower, lower + free * torch.log1p(missing / free) if free > 0 else lower
+
+    def information_captured(self, prior_precision: Tensor, noise_scale: Tensor) -> float:
+        lower, upper = self.log_determinant_bounds(prior_precision.detach(), noise_scale.detach())
+        return float(lower / upper) if float(upper) > 0 else 1.0
+
+    # --- less memory ----------------------------------------------------------------------------------------------
+
+    def compress(self, max_rank: int, prior_precision: Tensor, noise_scale: Tensor) -> WeightPosterior:
+        """The `max_rank` combinations that keep the mean, and contract the variance most, at a given prior."""
+        if max_rank >= self.rank:
+            return self
+        root = self.factor(prior_precision, noise_scale).root()
+        contraction = root.T @ self.gram(prior_precision) @ root
+        mean = root.T @ self.right_hand_side[:, None]
+        u = mean / mean.norm().clamp_min(1e-300)
+        deflate = torch.eye(self.rank, dtype=u.dtype, device=u.device) - u @ u.T
+        keep = max_rank - int(float(mean.norm()) > 0)
+        top = torch.linalg.eigh(deflate @ contraction @ deflate).eigenvectors[:, self.rank - keep :]
+        combined = top if keep == max_rank else torch.cat([u, top], 1)
+        Q = torch.linalg.qr(root @ combined).Q
+        return replace(
+            self,
+            images=(self.images.double() @ Q).to(self.images.dtype),
+            noise_gram=Q.T @ self.noise_gram @ Q,
+            right_hand_side=Q.T @ self.right_hand_side,
+        )
+
+
+class ConditionedPosterior:
+    """N(μ, Σ_θ) for one prior precision and noise."""
+
+    def __init__(self, posterior: WeightPosterior, variance: Tensor, factor: Factor, noise_scale: Tensor) -> None:
+        self.posterior, self.variance, self.factor, self.noise_scale = posterior, variance, factor, noise_scale
+        self.scaled_images = (variance[:, None] * posterior.images).to(posterior.images.dtype)  # Λ⁻¹A
+
+    def mean_shift(self) -> Tensor:  # (P,)
+        """Λ⁻¹A M⁻¹Sᵀb: what the data add to the prior mean of the weights."""
+        coefficients = self.factor.solve(self.posterior.right_hand_side[:, None])
+        return (self.scaled_images.double() @ coefficients)[:, 0]
+
+    def covariance(self, rows: Rows, *, joint: bool = False) -> Tensor:  # (b, C, C), or (b·C, b·C)
+        """J(x) Σ_θ J(x)ᵀ, in float64."""
+        cross = rows.times(self.scaled_images)  # (b, C, B)
+        half = self.factor.half_solve(cross.flatten(0, 1).T).T  # (b·C, B)
+        if not joint:
+            half = half.unflatten(0, cross.shape[:2])
+        return rows.covariance(self.variance, joint=joint) - half @ half.mT
+
+    def sample(self, num_samples: int, generator: torch.Generator | None) -> Tensor:  # (num_samples, P)
+        """Draws of θ − μ: a draw ε from the prior, corrected by what the data say about it (Matheron's rule)."""
+        images, device = self.posterior.images, self.variance.device
+        shape = (len(images), num_samples)
+        epsilon = torch.randn(shape, generator=generator, dtype=torch.float64, device=device)
+        epsilon = epsilon * self.variance.sqrt()[:, None]
+        noise_root = torch.linalg.cholesky(self.noise_scale * self.posterior.noise_gram)
+        shape = (self.posterior.rank, num_samples)
+        eta = noise_root @ torch.randn(shape, generator=generator, dtype=torch.float64, device=device)
+        observed = images.double().T @ epsilon + eta
+        return (epsilon - self.scaled_images.double() @ self.factor.solve(observed)).T
