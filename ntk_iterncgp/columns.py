@@ -181,7 +181,7 @@ class DenseColumns(Columns):
         return DenseColumns(rotated, rotated.shape[0], self.num_outputs)
 
     def orthonormalise(self, block: Tensor, project: Callable[[Tensor], Tensor]) -> DenseColumns:
-        new = _orthonormalise(project(block).to(self.dtype), self.matrix, self.tolerance)
+        new = _orthonormalise(project(block), self.matrix, self.tolerance)
         return DenseColumns.of(project(new), self.num_outputs)  # once more: rounding is no longer small after scaling
 
 
@@ -272,8 +272,8 @@ class Buffer:
 
 def _orthonormalise(block: Tensor, basis: Tensor, tolerance: float) -> Tensor:  # (n, k), (n, B) -> (n, k')
     """Gram–Schmidt, twice, first against the basis and then column by column within the block."""
-    norms = torch.linalg.vector_norm(block, dim=0)
-    block = block / torch.where(norms > 0, norms, 1.0)
+    norms = torch.linalg.vector_norm(block.double(), dim=0)
+    block = (block / torch.where(norms > 0, norms, 1.0)).to(basis.dtype)
     for _ in range(2):
         block = block - basis @ (basis.T @ block)
     kept = torch.zeros_like(block)

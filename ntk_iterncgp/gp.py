@@ -18,7 +18,7 @@ from torch import Tensor
 from ntk_iterncgp.kernels import Kernel
 from ntk_iterncgp.likelihoods import Likelihood
 from ntk_iterncgp.posterior import Evidence, Posterior
-from ntk_iterncgp.predictive import check_link, credible_interval, expected_response
+from ntk_iterncgp.predictive import check_interval, check_link, credible_interval, expected_response
 from ntk_iterncgp.priors import GramPrior
 from ntk_iterncgp.solver import (
     NewtonOptions,
@@ -31,6 +31,7 @@ from ntk_iterncgp.solver import (
     resolve_policy,
 )
 from ntk_iterncgp.solver.report import Callback, FitReport, drive
+from ntk_iterncgp.solver.stopping import whole_number
 
 ACTIONS = ("auto", "joint", "kronecker")
 MAX_KRONECKER_RANK = 3000  # beyond this the B×B algebra takes longer than it saves in products
@@ -89,7 +90,9 @@ class NonConjugateGP:
         self.kronecker = _choose_kronecker(actions, policy, likelihood, self.kernels, max_rank)
         if self.kronecker and max_rank is None:
             self.options = NewtonOptions(MAX_KRONECKER_RANK, compression, damped)
-        self.chunk_bytes, self.seed, self.dtype, self.device = chunk_bytes, seed, dtype, device
+        self.chunk_bytes = whole_number("chunk_bytes", chunk_bytes, at_least=1)
+        self.seed = whole_number("seed", seed, at_least=0)
+        self.dtype, self.device = dtype, device
         self._posterior: Posterior | None = None
         self._report: FitReport | None = None
 
@@ -100,15 +103,16 @@ class NonConjugateGP:
 
     # --- fitting --------------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def fit(
         self, X: Tensor, y: Tensor, *, progress_bar: bool = False, callback: Callback | None = None
     ) -> NonConjugateGP:
         """Infer the posterior from inputs X (N, d) and targets y. `callback` sees each state of the solver."""
-        inputs = self._checked_inputs(X, "X")
-        targets = self._checked_targets(y, inputs)
+        inputs = self._checked_inputs(X, "X").detach().clone()  # what the caller does to X later changes nothing here
+        targets = self._checked_targets(y, inputs).clone()
         prior = GramPrior(self.kernels, inputs, self.mean, chunk_bytes=self.chunk_bytes)
         for kernel in self.kernels:
-            kernel(inputs[:1], inputs[:1])  # checks the dimension
+            kernel.diagonal(inputs[:1])  # checks the dimension
         problem = Problem(prior, self.likelihood, targets)
         state = initial_state(problem, seed=self.seed, capacity=self._capacity(problem), kronecker=self.kronecker)
         run = newton(state, self.policy, self.stopping, self.options)
@@ -123,6 +127,7 @@ class NonConjugateGP:
         self._posterior = Posterior(state)
         return self
 
+    @torch.no_grad()
     def refine(
         self, max_products: int = 50, *, progress_bar: bool = False, callback: Callback | None = None
     ) -> NonConjugateGP:
@@ -167,11 +172,11 @@ class NonConjugateGP:
     def predict(self, x: Tensor, *, link: str = "probit", n_samples: int = 512) -> Tensor:
         """E[y] at x (b, C): class probabilities (of class 1 for Bernoulli), rates for Poisson, means for Gaussian."""
         check_link(link)
+        n_samples = whole_number("n_samples", n_samples, at_least=1)
         posterior, x = self.posterior_, self._checked_inputs(x, "x", new=True)
-        generator = torch.Generator(device=x.device).manual_seed(self.seed)
         parts = [
             expected_response(
-                self.likelihood, *posterior.latent(part), link=link, num_samples=n_samples, generator=generator
+                self.likelihood, *posterior.latent(part), link=link, num_samples=n_samples, generator=self._generator(x)
             )
             for part in self._parts(x, extra=0 if link == "probit" else 16 * n_samples * self.likelihood.num_outputs)
         ]
@@ -179,11 +184,13 @@ class NonConjugateGP:
 
     def credible_interval(self, x: Tensor, *, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """Lower and upper ends (b, C) of the central interval of the rate, the probability or the noise-free value."""
+        check_interval(self.likelihood, level)
         mean, covariance = self.latent(x)
         return credible_interval(self.likelihood, mean, covariance.diagonal(dim1=1, dim2=2), level=level)
 
     def sample(self, x: Tensor, n_samples: int, *, generator: torch.Generator | None = None) -> Tensor:
         """Joint draws of the latent functions at x: (n_samples, b, C)."""
+        n_samples = whole_number("n_samples", n_samples, at_least=1)
         posterior, x = self.posterior_, self._checked_inputs(x, "x", new=True)
         return posterior.sample(x, n_samples, generator).to(x.dtype)
 
@@ -256,6 +263,10 @@ class NonConjugateGP:
             else min(budget, self.options.max_rank + self.stopping.products_per_step)
         )
 
+    def _generator(self, x: Tensor) -> torch.Generator:
+        """The same draws for every part of the inputs, so that how they are divided does not matter."""
+        return torch.Generator(device=x.device).manual_seed(self.seed)
+
     def _parts(self, x: Tensor, extra: int = 0) -> Iterator[Tensor]:
         """x in parts whose work fits in `chunk_bytes`; one empty part for no inputs."""
         return iter(torch.split(x, max(1, self.chunk_bytes // (self.posterior_.bytes_per_input() + extra))))
@@ -281,8 +292,8 @@ def _checked_kernels(kernel: Kernel | Sequence[Kernel], likelihood: Likelihood) 
             )
     if len(kernels) != likelihood.num_outputs:
         raise ValueError(
-            f"{likelihood!r} expects {likelihood.num_outputs} kernels in a list, one per output, but got "
-            f"{len(kernels)}. Pass as many, or a single kernel (not in a list) for all outputs."
+            f"{likelihood!r} has {likelihood.num_outputs} output(s) and expects as many kernels, but got "
+            f"{len(kernels)}. Pass one kernel for each output, or a single kernel (not in a list) for all of them."
         )
     return kernels
 

@@ -35,6 +35,8 @@ def expected_response(
 ) -> Tensor:  # (b, C)
     """E[y] at each input: class probabilities, rates, or means."""
     check_link(link)
+    if num_samples < 1:
+        raise ValueError(f"num_samples expects a whole number of at least 1, but got {num_samples}.")
     if link == "probit":
         return likelihood.expected_response(mean, covariance.diagonal(dim1=1, dim2=2))
     root = covariance_root(covariance)
@@ -44,14 +46,20 @@ def expected_response(
         shape = (num_samples, mean.shape[1])
         points = torch.randn(shape, generator=generator, dtype=mean.dtype, device=mean.device)
         weights = torch.full((num_samples,), 1 / num_samples, dtype=mean.dtype, device=mean.device)
-    latent = mean[:, None] + points @ root.mT  # (b, q, C)
-    return torch.einsum("q,bqc->bc", weights, likelihood.response(latent))
+    latent = mean[:, None] + points.to(mean.dtype) @ root.mT  # (b, q, C)
+    return torch.einsum("q,bqc->bc", weights.to(mean.dtype), likelihood.response(latent))
 
 
 def credible_interval(
     likelihood: Likelihood, mean: Tensor, variance: Tensor, *, level: float = 0.95
 ) -> tuple[Tensor, Tensor]:  # (b, C), (b, C)
     """The central interval of response(f): quantiles pass through a monotone response."""
+    check_interval(likelihood, level)
+    spread = standard_normal_quantile(level) * variance.sqrt()
+    return likelihood.response(mean - spread), likelihood.response(mean + spread)
+
+
+def check_interval(likelihood: Likelihood, level: float) -> None:
     if isinstance(likelihood, Softmax):
         raise ValueError(
             "Credible intervals expect outputs that respond to one latent function each, but softmax probabilities "
@@ -59,5 +67,3 @@ def credible_interval(
         )
     if not 0 < level < 1:
         raise ValueError(f"level expects a probability between 0 and 1, but got {level}. Pass for instance 0.95.")
-    spread = standard_normal_quantile(level) * variance.sqrt()
-    return likelihood.response(mean - spread), likelihood.response(mean + spread)

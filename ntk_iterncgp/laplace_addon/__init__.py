@@ -3,6 +3,12 @@
 Importing this package is enough: laplace-torch finds its flavours among the subclasses of its base class, by key.
 """
 
+import warnings
+
+with warnings.catch_warnings():  # laplace-torch scripts a function when imported, which torch now discourages
+    warnings.filterwarnings("ignore", message="`torch.jit.script`", category=FutureWarning)
+    import laplace  # noqa: F401
+
 from ntk_iterncgp.laplace_addon.flavours import IterNCGPAllLaplace, IterNCGPLastLayerLaplace
 
 __all__ = ["IterNCGPAllLaplace", "IterNCGPLastLayerLaplace"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Integral
 
 from torch import Tensor
 
@@ -19,10 +20,12 @@ class Gaussian(Likelihood):
             raise ValueError(
                 f"Gaussian expects a positive, finite noise variance, but got {noise}. Pass for instance noise=0.01."
             )
-        if num_outputs < 1:
-            raise ValueError(f"Gaussian expects at least one output, but got num_outputs={num_outputs}.")
+        if not isinstance(num_outputs, Integral) or num_outputs < 1:
+            raise ValueError(
+                f"Gaussian expects a whole number of at least one output, but got num_outputs={num_outputs}."
+            )
         self.variance = float(noise)
-        self.num_outputs = num_outputs
+        self.num_outputs = int(num_outputs)
 
     def __repr__(self) -> str:
         outputs = f", num_outputs={self.num_outputs}" if self.num_outputs > 1 else ""

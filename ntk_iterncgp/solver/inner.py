@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Generator
 
 from ntk_iterncgp.columns import Buffer
-from ntk_iterncgp.solver.policies import Policy
+from ntk_iterncgp.solver.policies import Policy, check_actions
 from ntk_iterncgp.solver.state import State
 from ntk_iterncgp.solver.stopping import Status
 
@@ -36,7 +36,7 @@ def inner_loop(
         if state.relative_residual < residual_tol:  # line 5: the residual costs no product (departure 3)
             return state, Status.CONVERGED
         state = state.with_counters(products_left=limit - prior.num_products)
-        block = policy(state)  # line 6
+        block = check_actions(policy(state), state.problem.num_rows)  # line 6
         if prior.num_products >= limit:  # the policy itself may spend products
             return state, Status.BUDGET
         block = block[:, : limit - prior.num_products]

@@ -24,7 +24,7 @@ from ntk_iterncgp.solver.policies import Policy, RandomSubspace
 from ntk_iterncgp.solver.problem import Problem
 from ntk_iterncgp.solver.recycling import COMPRESSIONS, virtual_solver_run
 from ntk_iterncgp.solver.state import Iterate, State
-from ntk_iterncgp.solver.stopping import Status, Stopping
+from ntk_iterncgp.solver.stopping import Status, Stopping, whole_number
 
 MAX_PRIMAL_STEPS = 3
 MAX_HALVINGS = 40
@@ -39,8 +39,8 @@ class NewtonOptions:
     damped: bool = True
 
     def __post_init__(self) -> None:
-        if self.max_rank is not None and (not isinstance(self.max_rank, int) or self.max_rank < 1):
-            raise ValueError(f"max_rank expects None or a whole number of at least 1, but got {self.max_rank!r}.")
+        if self.max_rank is not None:
+            object.__setattr__(self, "max_rank", whole_number("max_rank", self.max_rank, at_least=1, or_none=True))
         if self.compression not in COMPRESSIONS:
             raise ValueError(f"compression expects one of {COMPRESSIONS}, but got {self.compression!r}.")
 

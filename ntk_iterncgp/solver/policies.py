@@ -56,19 +56,33 @@ class RandomSubspace:
 
     def __call__(self, state: State) -> Tensor:  # (n, k)
         problem, prior = state.problem, state.problem.prior
-        width = max(1, min(self.block_size, state.products_left // (1 + self.power_steps)))
+        power_steps = self.power_steps if state.products_left > self.power_steps else 0  # else nothing would be left
+        width = max(1, min(self.block_size, state.products_left // (1 + power_steps)))
         probes = torch.randn(
             problem.num_rows, width, generator=state.generator, dtype=torch.float64, device=state.latent.device
         )
         block = problem.curvature(state.latent, probes)
         images = prior.lift(state.buffer.images)
-        for _ in range(self.power_steps):
+        for _ in range(power_steps):
             pushed = prior.lift(prior.image(DenseColumns.of(block.to(prior.dtype), prior.num_outputs)))
             product = pushed.combine(torch.eye(width, dtype=torch.float64, device=block.device))
             if state.buffer.size:
                 product -= images.combine(state.factor.solve(images.inner(block)))
             block = problem.curvature(state.latent, product)
         return block
+
+
+def check_actions(block: object, num_rows: int) -> Tensor:  # (n, k)
+    """What a policy returned, or a sentence about it."""
+    if not isinstance(block, Tensor) or block.ndim != 2 or len(block) != num_rows:
+        found = f"shape {tuple(block.shape)}" if isinstance(block, Tensor) else type(block).__name__
+        raise ValueError(
+            f"A policy is expected to return a block of actions of shape ({num_rows}, k), one row for each output of each "
+            f"datum, but got {found}."
+        )
+    if not bool(torch.isfinite(block).all()):
+        raise ValueError("A policy is expected to return finite actions, but got NaN or infinity.")
+    return block
 
 
 POLICIES: dict[str, Callable[[], Policy]] = {

@@ -101,7 +101,7 @@ def drive(
     report = FitReport(
         status=status.value,
         advice=status.advice,
-        num_products=state.num_products,
+        num_products=state.problem.prior.num_products,
         num_newton_steps=state.newton_step,
         rank=state.buffer.size,
         information_captured=state.information_captured,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from numbers import Integral
 
 
 class Status(StrEnum):
@@ -31,6 +32,14 @@ _ADVICE = {
 }
 
 
+def whole_number(name: str, value: object, *, at_least: int, or_none: bool = False) -> int:
+    """A setting that counts something, as a Python int; NumPy's whole numbers are whole numbers."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < at_least:
+        kind = "None or a whole number" if or_none else "a whole number"
+        raise ValueError(f"{name} expects {kind} of at least {at_least}, but got {value!r}.")
+    return int(value)
+
+
 @dataclass(frozen=True)
 class Stopping:
     """The budget and the tolerances, in the units that cost."""
@@ -44,9 +53,7 @@ class Stopping:
 
     def __post_init__(self) -> None:
         for name in ("max_products", "products_per_step", "max_newton_steps"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} expects a whole number of at least 1, but got {value!r}.")
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), at_least=1))
         for name in ("newton_tol", "residual_tol"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} expects a number of at least 0, but got {getattr(self, name)!r}.")
