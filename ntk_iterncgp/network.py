@@ -141,10 +141,11 @@ def _refined_run(state: State, settings: NetworkSettings) -> Run:
 def _weight_posterior(state: State, layer_sizes: tuple[int, ...], refined: bool, noise_scale: float) -> WeightPosterior:
     prior, images = state.problem.prior, state.buffer.images
     assert isinstance(prior, NTKPrior) and isinstance(images, NetworkImages)
+    capacity = len(images.weights.storage)
     right_hand_side = state.buffer.actions.inner(state.right_hand_side[:, None])[:, 0]
     diagonal = prior.curvature_diagonal(*state.problem.curvature_products(state.latent))
     return WeightPosterior(
-        images=images.weights.matrix.contiguous(),
+        images=images.weights.matrix.clone() if images.size < capacity else images.weights.matrix,
         noise_gram=state.noise_gram / noise_scale,
         right_hand_side=right_hand_side if refined else torch.zeros_like(right_hand_side),
         curvature_diagonal=diagonal * noise_scale,

@@ -22,6 +22,9 @@ from ntk_iterncgp.priors.jacobian import Rows
 from ntk_iterncgp.solver.factor import Factor, rounding_noise
 
 
+SLICE_ROWS = 2**14  # weights at a time, where a float64 copy of A is needed
+
+
 @dataclass(frozen=True, eq=False)
 class WeightPosterior:
     """What a fit leaves behind. `layer_sizes` are the numbers of weights of the parameter tensors."""
@@ -61,8 +64,11 @@ class WeightPosterior:
         precision = prior_precision.double()
         if len(precision) in (1, len(self.layer_sizes)):
             return torch.einsum("l,lbc->bc", (1 / precision).expand(len(self.layer_sizes)), self.layer_grams)
-        scaled = self.images.double() / precision[:, None]
-        return scaled.T @ self.images.double()
+        parts = zip(self.images.split(SLICE_ROWS), precision.split(SLICE_ROWS), strict=True)
+        return sum(
+            (((part.double() / p[:, None]).T @ part.double()) for part, p in parts),
+            start=torch.zeros_like(self.noise_gram),
+        )
 
     def factor(self, prior_precision: Tensor, noise_scale: Tensor) -> Factor:
         gram, noise = self.gram(prior_precision), noise_scale.double() * self.noise_gram
@@ -125,7 +131,7 @@ class WeightPosterior:
         Q = torch.linalg.qr(root @ combined).Q
         return replace(
             self,
-            images=(self.images.double() @ Q).to(self.images.dtype),
+            images=self.images @ Q.to(self.images.dtype),
             noise_gram=Q.T @ self.noise_gram @ Q,
             right_hand_side=Q.T @ self.right_hand_side,
         )
@@ -136,12 +142,16 @@ class ConditionedPosterior:
 
     def __init__(self, posterior: WeightPosterior, variance: Tensor, factor: Factor, noise_scale: Tensor) -> None:
         self.posterior, self.variance, self.factor, self.noise_scale = posterior, variance, factor, noise_scale
-        self.scaled_images = (variance[:, None] * posterior.images).to(posterior.images.dtype)  # Λ⁻¹A
+        self.scaled_images = variance.to(posterior.images.dtype)[:, None] * posterior.images  # Λ⁻¹A
 
     def mean_shift(self) -> Tensor:  # (P,)
         """Λ⁻¹A M⁻¹Sᵀb: what the data add to the prior mean of the weights."""
         coefficients = self.factor.solve(self.posterior.right_hand_side[:, None])
-        return (self.scaled_images.double() @ coefficients)[:, 0]
+        return self._combine(coefficients)[:, 0]
+
+    def _combine(self, coefficients: Tensor) -> Tensor:  # (B, k) -> (P, k)
+        """Λ⁻¹A a, in float64 but for the products."""
+        return (self.scaled_images @ coefficients.to(self.scaled_images.dtype)).double()
 
     def covariance(self, rows: Rows, *, joint: bool = False) -> Tensor:  # (b, C, C), or (b·C, b·C)
         """J(x) Σ_θ J(x)ᵀ, in float64."""
@@ -160,5 +170,5 @@ class ConditionedPosterior:
         noise_root = torch.linalg.cholesky(self.noise_scale * self.posterior.noise_gram)
         shape = (self.posterior.rank, num_samples)
         eta = noise_root @ torch.randn(shape, generator=generator, dtype=torch.float64, device=device)
-        observed = images.double().T @ epsilon + eta
-        return (epsilon - self.scaled_images.double() @ self.factor.solve(observed)).T
+        observed = (images.T @ epsilon.to(images.dtype)).double() + eta
+        return (epsilon - self._combine(self.factor.solve(observed))).T

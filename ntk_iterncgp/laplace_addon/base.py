@@ -91,7 +91,7 @@ class IterNCGPLaplace(BaseFunctionalLaplace):
         )
         self.posterior: WeightPosterior
         self._report: FitReport | None = None
-        self._conditioned: tuple[tuple[Any, ...], ConditionedPosterior] | None = None
+        self._conditioned: tuple[tuple[Tensor, Tensor], ConditionedPosterior] | None = None
 
     # --- where J comes from ------------------------------------------------------------------------------------------
 
@@ -165,11 +165,11 @@ class IterNCGPLaplace(BaseFunctionalLaplace):
 
     def _posterior_now(self) -> ConditionedPosterior:
         """The posterior for the current prior precision, noise and temperature; kept until one of them changes."""
-        key = (tuple(self.prior_precision.tolist()), float(self._noise_scale), id(self.posterior))
-        if self._conditioned is None or self._conditioned[0] != key:
-            conditioned = self.posterior.conditioned(self.prior_precision, self._noise_scale)
-            self._conditioned = (key, conditioned)
-        return self._conditioned[1]
+        kept, now = self._conditioned, (self.prior_precision.detach(), self._noise_scale.detach())
+        if kept is None or not all(map(torch.equal, kept[0], now)):
+            conditioned = self.posterior.conditioned(*now)
+            self._conditioned = kept = (now[0].clone(), now[1].clone()), conditioned
+        return kept[1]
 
     # --- predictions -------------------------------------------------------------------------------------------------
 

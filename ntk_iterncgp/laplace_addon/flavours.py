@@ -12,7 +12,7 @@ from laplace.utils.enums import Likelihood
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ntk_iterncgp.data import FixedOrderData, Inputs, probe
+from ntk_iterncgp.data import FixedOrderData, Inputs, probe, to_device
 from ntk_iterncgp.laplace_addon.base import IterNCGPLaplace
 from ntk_iterncgp.priors.jacobian import Jacobian, NetworkJacobian, Rows
 from ntk_iterncgp.priors.last_layer import LastLayerJacobian
@@ -32,7 +32,7 @@ class IterNCGPAllLaplace(IterNCGPLaplace):
         return jacobian, data
 
     def _rows_at(self, x: Inputs) -> Iterator[Rows]:
-        jacobian = Jacobian(self.model)
+        jacobian, x = Jacobian(self.model), to_device(x, self._device)
         data = FixedOrderData([(x, None)], device=self._device, dict_key_x=self.dict_key_x, dict_key_y=self.dict_key_y)
         for part in in_parts(jacobian, data, x, self.n_outputs, self.settings.chunk_bytes):
             yield jacobian.rows(part, data.num_rows(part))
@@ -98,7 +98,8 @@ class IterNCGPLastLayerLaplace(IterNCGPLaplace):
         return LastLayerJacobian(self._layer), FixedOrderData(batches, device=self._device)
 
     def _rows_at(self, x: Inputs) -> Iterator[Rows]:
-        jacobian, features = LastLayerJacobian(self._layer), self.extractor.forward_with_features(x)[1]
+        jacobian = LastLayerJacobian(self._layer)
+        features = self.extractor.forward_with_features(to_device(x, self._device))[1]
         data = FixedOrderData([(features, None)], device=self._device)
         for part in in_parts(jacobian, data, features, self.n_outputs, self.settings.chunk_bytes):
             yield jacobian.rows(part, len(part))
