@@ -71,9 +71,7 @@ class Case:
 
     def exact(self) -> tuple[Tensor, Tensor]:
         """The Laplace posterior at the new inputs."""
-        return oracles.posterior(
-            self.name, self.K, self.Kx, self.Kxx, self.m, self.mx, self.targets, noise=self.noise
-        )
+        return oracles.posterior(self.name, self.K, self.Kx, self.Kxx, self.m, self.mx, self.targets, noise=self.noise)
 
     def exact_covariance_at(self, latent: Tensor) -> Tensor:
         """The exact covariance at the new inputs for the curvature at given latent values."""

@@ -1,5 +1,7 @@
 """Newton's method: Ψ never falls, hard problems do not fail, outside oracles agree."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from sklearn.gaussian_process import GaussianProcessClassifier
@@ -29,7 +31,7 @@ def assert_never_falls(states: list[State]) -> None:
     """Up to the rounding of a sum of log-probabilities."""
     values = [state.objective for state in states]
     rounding = 1e-12 * max(1.0, *(abs(value) for value in values))
-    assert all(after >= before - rounding for before, after in zip(values, values[1:], strict=False))
+    assert all(after >= before - rounding for before, after in pairwise(values))
 
 
 def counts_with_a_wild_rate(seed: int) -> Case:
@@ -126,9 +128,7 @@ def test_primal_steps_take_over_where_the_coarse_solution_does_not_ascend() -> N
 def test_the_line_search_refuses_a_descent() -> None:
     case = make_case("bernoulli", "network")
     _, state, _ = solve(case)
-    worse = Iterate(
-        -state.iterate.coefficients, -state.iterate.representer_weights, -state.iterate.offset
-    )
+    worse = Iterate(-state.iterate.coefficients, -state.iterate.representer_weights, -state.iterate.offset)
     point, moved = line_search(state.problem, state.iterate, worse)
     assert point is state.iterate and not moved
 

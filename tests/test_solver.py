@@ -1,6 +1,7 @@
 """The solver against the dense truth: exact when all actions are taken, never over-confident before."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import hypothesis.strategies as st
 import pytest
@@ -33,7 +34,7 @@ def inner_states(start: State, policy: str, num_products: int) -> list[State]:
 
 
 def at_random_point(case: Case, seed: int, scale: float = 1.0) -> State:
-    """The linear system at a point of Newton's method that is not the mode: g = K v for a random v in the range of W."""
+    """The linear system at a point that is not the mode: g = K v for a random v in the range of W."""
     state = case.start()
     generator = torch.Generator().manual_seed(seed)
     v = state.problem.project(torch.randn(case.num_rows, generator=generator, dtype=torch.float64)) * scale
@@ -246,14 +247,19 @@ def test_each_action_costs_one_product_and_nothing_else_costs_any(prior: str, po
     Posterior(state).log_evidence()
     Posterior(state).elbo()
     assert state.problem.prior.num_products == 17
-    for before, after in zip(states, states[1:], strict=False):
+    for before, after in pairwise(states):
         assert after.num_products - before.num_products == after.buffer.size - before.buffer.size <= 1
 
 
 def test_compression_costs_no_product() -> None:
     case = make_case("softmax", "network")
     _, state, _ = solve(
-        case, options=NewtonOptions(max_rank=5), max_products=17, products_per_step=4, newton_tol=0.0, max_newton_steps=9
+        case,
+        options=NewtonOptions(max_rank=5),
+        max_products=17,
+        products_per_step=4,
+        newton_tol=0.0,
+        max_newton_steps=9,
     )
     assert state.problem.prior.num_products == 17 and state.buffer.size == 5
 
@@ -291,7 +297,7 @@ def test_the_budget_is_never_exceeded_by_a_block() -> None:
 
 def test_refining_spends_its_budget_and_contracts_the_variance() -> None:
     case = make_case("softmax", "network", num_data=30)
-    _, state, status = solve(case, max_products=20, products_per_step=5, newton_tol=1e-2)
+    _, state, _ = solve(case, max_products=20, products_per_step=5, newton_tol=1e-2)
     before = joint(state, case)[1].diagonal()
     budget = Stopping(max_products=12, products_per_step=5)
     _, refined, _ = exhaust(refine(state, resolve_policy("curvature_residual"), budget, NewtonOptions()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from numbers import Integral
 
 from torch import Tensor
 
@@ -20,7 +19,7 @@ class Gaussian(Likelihood):
             raise ValueError(
                 f"Gaussian expects a positive, finite noise variance, but got {noise}. Pass for instance noise=0.01."
             )
-        if not isinstance(num_outputs, Integral) or num_outputs < 1:
+        if num_outputs != int(num_outputs) or num_outputs < 1:
             raise ValueError(
                 f"Gaussian expects a whole number of at least one output, but got num_outputs={num_outputs}."
             )

@@ -8,7 +8,6 @@ while W⁺ puts *none* there. `project` keeps every action zero-sum over the cla
 from __future__ import annotations
 
 import math
-from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ class Softmax(Likelihood):
     """`num_classes` latent functions, the logits."""
 
     def __init__(self, num_classes: int) -> None:
-        if not isinstance(num_classes, Integral) or num_classes < 2:
+        if num_classes != int(num_classes) or num_classes < 2:
             raise ValueError(
                 f"Softmax expects a whole number of at least two classes, but got {num_classes}. "
                 "For two classes with a single latent function use Bernoulli()."
