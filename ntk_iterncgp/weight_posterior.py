@@ -21,7 +21,6 @@ from ntk_iterncgp.columns import DenseColumns
 from ntk_iterncgp.priors.jacobian import Rows
 from ntk_iterncgp.solver.factor import Factor, rounding_noise
 
-
 SLICE_ROWS = 2**14  # weights at a time, where a float64 copy of A is needed
 
 

@@ -27,8 +27,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ntk_iterncgp.data import Inputs, slice_rows
 
 JVP_COLUMNS, JVP_BYTES = 8, 2 * 2**20
-"""How many tangents share a primal pass: up to 8, while as many copies of a batch of inputs fit in 2 MiB. Beyond that the
-activations of all tangents together leave the cache, and sharing costs more than it saves: on a LeNet eight tangents at
+"""How many tangents share a primal pass: up to 8, while as many copies of a batch of inputs fit in 2 MiB. Beyond that
+the activations of all tangents leave the cache, and sharing costs more than it saves: on a LeNet eight tangents at
 once take 0.5 epochs each instead of 1.25, on a CIFAR ResNet-20 2.0 instead of 1.0."""
 
 

@@ -77,8 +77,8 @@ def check_actions(block: object, num_rows: int) -> Tensor:  # (n, k)
     if not isinstance(block, Tensor) or block.ndim != 2 or len(block) != num_rows:
         found = f"shape {tuple(block.shape)}" if isinstance(block, Tensor) else type(block).__name__
         raise ValueError(
-            f"A policy is expected to return a block of actions of shape ({num_rows}, k), one row for each output of each "
-            f"datum, but got {found}."
+            f"A policy is expected to return a block of actions of shape ({num_rows}, k), one row for each output of "
+            f"each datum, but got {found}."
         )
     if not bool(torch.isfinite(block).all()):
         raise ValueError("A policy is expected to return finite actions, but got NaN or infinity.")

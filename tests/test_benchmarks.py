@@ -1,0 +1,68 @@
+"""Each benchmark runs in its quick version and writes what it promises; the timings are for the benchmark to judge."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import solver
+
+
+def test_the_solver_benchmark_prints_a_table_and_writes_its_ratios(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "solver.json"
+    solver.main(["--quick", "--json", str(file)])
+    written = json.loads(file.read_text())
+    assert written["settings"].keys() == {
+        "num_data",
+        "num_classes",
+        "num_actions",
+        "num_newton_steps",
+        "num_repeats",
+        "chunk_bytes",
+        "threads",
+    }
+    rows = {(row["name"], row["actions"]): row for row in written["results"]}
+    assert rows.keys() == {
+        ("overhead", "joint"),
+        ("held", "joint"),
+        ("resident", "joint"),
+        ("overhead", "kronecker"),
+    }
+    for row in rows.values():
+        assert row.keys() == {"name", "actions", "rank", "num_products", "measured", "target", "verdict"}
+    targets = {name: row["target"] for name, row in rows.items()}
+    assert list(targets.values()) == [0.15, 1.3, 1.3, None]
+    for actions in ("joint", "kronecker"):
+        assert 0 < rows["overhead", actions]["measured"] < 1
+    for name in ("overhead", "held", "resident"):  # the budget is spent, or the ratio would be that of another problem
+        assert rows[name, "joint"]["rank"] == rows[name, "joint"]["num_products"] == solver.QUICK.num_actions
+    table = capsys.readouterr().out.splitlines()
+    assert len(table) == 5 and "target" in table[0] and "measured" in table[0]
+
+
+def test_a_missed_target_is_called_missed_and_one_without_target_is_not_judged() -> None:
+    def verdict(measured: float | None, target: float | None) -> str:
+        return solver.Row("overhead", "joint", 1, 1, measured, target).verdict
+
+    assert (verdict(0.1, 0.15), verdict(0.2, 0.15), verdict(0.2, None)) == ("ok", "MISSED", "")
+    assert verdict(None, 1.3) == "not measured"
+
+
+def test_timing_the_products_leaves_the_prior_as_it_was() -> None:
+    original = solver.GramPrior.image
+    with pytest.raises(ZeroDivisionError), solver.timed_images() as seconds:
+        assert solver.GramPrior.image is not original
+        solver.make_gp(solver.QUICK, "joint").fit(*solver.problem(solver.QUICK))
+        assert len(seconds) == solver.QUICK.num_actions and min(seconds) > 0
+        raise ZeroDivisionError
+    assert solver.GramPrior.image is original
+
+
+def test_the_peak_of_memory_sees_a_large_tensor_come_and_go() -> None:
+    if not solver.reset_peak():
+        pytest.skip("the peak of resident memory can be reset on Linux only")
+    start = solver.resident_bytes("VmRSS")
+    solver.torch.ones(50 * 2**20 // 4).sum()
+    assert 45 * 2**20 < solver.resident_bytes("VmHWM") - start < 60 * 2**20
