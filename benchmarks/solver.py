@@ -70,6 +70,7 @@ class Row:
     num_products: int
     measured: float | None
     target: float | None
+    is_full_size: bool = True
 
     @property
     def verdict(self) -> str:
@@ -77,6 +78,8 @@ class Row:
             return "not measured"
         if self.target is None:
             return ""
+        if not self.is_full_size:
+            return "too small to judge"
         return "ok" if self.measured <= self.target else "MISSED"
 
 
@@ -135,7 +138,7 @@ def measure_overhead(size: Size, actions: str) -> Row:
             total = time.perf_counter() - started
         shares.append(1 - sum(seconds) / total)
     target = MAX_OVERHEAD if actions == "joint" else None
-    return Row("overhead", actions, report.rank, report.num_products, min(shares), target)
+    return Row("overhead", actions, report.rank, report.num_products, min(shares), target, size == Size())
 
 
 def measure_memory(size: Size, name: str) -> Row:
@@ -153,7 +156,7 @@ def measure_memory(size: Size, name: str) -> Row:
         peaks.append(found["peak_bytes"])
     buffers = 2 * size.num_data * size.num_classes * size.num_actions * torch.float32.itemsize
     ratio = None if None in peaks else statistics.median(peaks) / (buffers + CHUNK_BYTES)
-    return Row(name, "joint", found["rank"], found["num_products"], ratio, MAX_MEMORY_RATIO)
+    return Row(name, "joint", found["rank"], found["num_products"], ratio, MAX_MEMORY_RATIO, size == Size())
 
 
 def report_memory(size: Size) -> None:

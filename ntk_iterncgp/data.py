@@ -108,8 +108,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def probe(model: nn.Module, forward: Callable[[Inputs], Tensor], data: FixedOrderData) -> None:
     """Look at the first batch twice, in eval mode, and name what is not the same the second time."""
-    first, again = next(data.batches()), next(data.batches())
-    if not (_equal(first[0], again[0]) and torch.equal(first[1], again[1])):
+    first, again = next(data.batches(), None), next(data.batches(), None)
+    if first is None or again is None:
+        raise ValueError(
+            "The training data are expected to give their batches on every sweep, but they came out empty. Use a "
+            "dataset that can be walked more than once."
+        )
+    if not (_equal(first[0], again[0]) and _equal(first[1], again[1])):
         raise ValueError(
             "Two sweeps over the training data are expected to give the same rows, but the first batch came out "
             "different the second time. Turn off random augmentation, and give the loader a fixed order."
@@ -124,7 +129,10 @@ def probe(model: nn.Module, forward: Callable[[Inputs], Tensor], data: FixedOrde
     with torch.no_grad():
         outputs, repeated = forward(first[0]), forward(first[0])
         rows = data.num_rows(first[0])
-        alone = forward(slice_rows(first[0], slice(0, 1), rows))
+        try:
+            alone = forward(slice_rows(first[0], slice(0, 1), rows))
+        except ValueError:  # batch statistics of a single datum
+            alone = torch.full_like(outputs[:1], torch.inf)
     changed = [name for name, buffer in model.named_buffers() if not torch.equal(buffer, buffers[name])]
     if changed:
         for name, buffer in model.named_buffers():
@@ -161,7 +169,10 @@ class _FixedBatches:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._iterable)
+        state = torch.get_rng_state()  # a DataLoader draws a seed for its workers from the caller's random numbers
+        iterator = iter(self._iterable)
+        torch.set_rng_state(state)
+        return iterator
 
 
 def _in_fixed_order(loader: DataLoader | Sequence[Any]) -> Any:
@@ -181,7 +192,8 @@ def _in_fixed_order(loader: DataLoader | Sequence[Any]) -> Any:
                 "but this one does not. Give it a __len__, or use a map-style dataset."
             ) from None
         return _nonempty(_FixedBatches(loader, length), length)
-    if isinstance(loader.sampler, SequentialSampler) and type(loader.batch_sampler) is BatchSampler:
+    batched = loader.batch_sampler
+    if type(batched) is BatchSampler and isinstance(batched.sampler, SequentialSampler):
         return _nonempty(_FixedBatches(loader, len(loader)), len(loader))
     drawn = _drawn_once(loader)
     common = dict(
@@ -202,17 +214,17 @@ def _in_fixed_order(loader: DataLoader | Sequence[Any]) -> Any:
 def _drawn_once(loader: DataLoader) -> list[Any]:
     """The indices of each batch. A plain permutation of the data set is put in order; other samplers are drawn from
     once, with the random state of the caller left as it was."""
-    sampler, batched = loader.sampler, loader.batch_sampler
+    batched = loader.batch_sampler
+    sampler = batched.sampler if type(batched) is BatchSampler else loader.sampler
     if (
         isinstance(sampler, RandomSampler)
         and not sampler.replacement
         and sampler.num_samples == len(sampler.data_source)
         and type(batched) is BatchSampler
-        and loader.batch_size
-        and not loader.drop_last
+        and not batched.drop_last
     ):
         indices = range(sampler.num_samples)
-        return [list(indices[i : i + loader.batch_size]) for i in range(0, len(indices), loader.batch_size)]
+        return [list(indices[i : i + batched.batch_size]) for i in range(0, len(indices), batched.batch_size)]
     with torch.random.fork_rng(devices=[]):
         return list(sampler) if batched is None else [list(batch) for batch in batched]
 
@@ -225,7 +237,8 @@ def _nonempty(batches: Any, length: int) -> Any:
 
 def _equal(a: Inputs, b: Inputs) -> bool:
     if isinstance(a, Tensor):
-        return torch.equal(a, b)
+        same = a.shape == b.shape and (a == b)
+        return bool(same) if isinstance(same, bool) else bool((same | ((a != a) & (b != b))).all())
     if isinstance(a, Mapping):
         return all(_equal(a[key], b[key]) for key in a)
     return True

@@ -68,6 +68,7 @@ def fit_network(
     prior_precision: Tensor,  # (P,)
     noise_scale: float,
     shift: Tensor,  # θ* − μ₀ (P,)
+    prior_mean: Tensor,  # μ₀, (1,) or (P,)
     layer_sizes: tuple[int, ...],
     settings: NetworkSettings,
     progress_bar: bool = False,
@@ -104,10 +105,27 @@ def fit_network(
         callback=None,
         history=[],
     )
-    posterior = _weight_posterior(state, layer_sizes, refined, 1.0 if classification else noise_scale)
-    latent = state.latent
-    loss = -problem.log_prob(latent) if classification else 0.5 * float((latent - targets).square().sum())
-    return NetworkFit(posterior, loss, len(outputs), outputs.shape[1], report)
+    posterior = _weight_posterior(state, layer_sizes, prior_mean, refined, 1.0 if classification else noise_scale)
+    report = replace(report, advice=_advice(report.status))
+    return NetworkFit(posterior, _loss(state, classification, refined), len(outputs), outputs.shape[1], report)
+
+
+def _loss(state: State, classification: bool, refined: bool) -> float:
+    """−log p(y | f) for unit noise without constants. For a refined mean it is that of the Gaussian to which the
+    likelihood is expanded, less its quadratic part, −log p − ½∇ᵀW⁺∇: the rest, bᵀ(K + W⁺)⁻¹b, depends on the prior."""
+    problem = state.problem
+    if not classification:
+        return 0.0 if refined else 0.5 * float((state.latent - problem.targets).square().sum())
+    loss = -problem.log_prob(state.latent)
+    return loss - 0.5 * float(state.score @ problem.noise(state.latent, state.score)) if refined else loss
+
+
+def _advice(status: str) -> str:
+    if status == Status.EXHAUSTED:
+        return "There is no new action: all that the data say has been used."
+    if status == Status.NEWTON_STEPS:
+        return "The mean had not converged when the Newton steps ran out. Use more actions per step."
+    return "More actions (num_actions=…) contract the variance further."
 
 
 def _linear_run(state: State, settings: NetworkSettings) -> Run:
@@ -138,16 +156,22 @@ def _refined_run(state: State, settings: NetworkSettings) -> Run:
     return state, status
 
 
-def _weight_posterior(state: State, layer_sizes: tuple[int, ...], refined: bool, noise_scale: float) -> WeightPosterior:
+def _weight_posterior(
+    state: State, layer_sizes: tuple[int, ...], prior_mean: Tensor, refined: bool, noise_scale: float
+) -> WeightPosterior:
     prior, images = state.problem.prior, state.buffer.images
     assert isinstance(prior, NTKPrior) and isinstance(images, NetworkImages)
     capacity = len(images.weights.storage)
-    right_hand_side = state.buffer.actions.inner(state.right_hand_side[:, None])[:, 0]
+    matrix = state.gram + state.noise_gram
+    matrix.diagonal().add_(state.rounding)
+    right_hand_side = matrix @ state.iterate.coefficients
     diagonal = prior.curvature_diagonal(*state.problem.curvature_products(state.latent))
     return WeightPosterior(
         images=images.weights.matrix.clone() if images.size < capacity else images.weights.matrix,
         noise_gram=state.noise_gram / noise_scale,
         right_hand_side=right_hand_side if refined else torch.zeros_like(right_hand_side),
+        anchor_share=state.iterate.anchor_share,
+        prior_mean=prior_mean.detach().reshape(-1).clone(),
         curvature_diagonal=diagonal * noise_scale,
         curvature_rank=state.problem.curvature_rank,
         layer_sizes=layer_sizes,

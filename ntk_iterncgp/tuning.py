@@ -55,12 +55,12 @@ def tune_by_evidence(
     for _ in tqdm(range(num_steps), desc="Evidence", disable=not progress_bar):
         optimizer.zero_grad()
         value = evidence(log_precision.exp())
-        if float(value) > best_value:
-            best, best_value = log_precision.detach().exp(), float(value)
+        if value.item() > best_value:
+            best, best_value = log_precision.detach().exp(), value.item()
         (-value).backward()
         optimizer.step()
     last = log_precision.detach().exp()
-    return last if float(evidence(last)) >= best_value else best
+    return last if evidence(last).item() >= best_value else best
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,5 +148,5 @@ def metric_value(loss: Any, predictions: Sequence[tuple[Any, ...]]) -> float:
                 loss.update(*batch)
             except TypeError:  # a metric of the mean alone
                 loss.update(batch[0], batch[-1])
-        return float(loss.compute())
+        return float(loss.compute().sum())
     return float(loss(*(torch.cat(items) for items in zip(*predictions, strict=True))))

@@ -30,7 +30,9 @@ class WeightPosterior:
 
     images: Tensor  # A (P, B)
     noise_gram: Tensor  # R (B, B), for τ = 1
-    right_hand_side: Tensor  # Sᵀb (B,): zero where the mean is the network itself
+    right_hand_side: Tensor  # M w (B,), which is Sᵀb at the mode: zero where the mean is the network itself
+    anchor_share: float  # how much of θ* − μ₀ is left in the mean: zero once Newton has taken a full step
+    prior_mean: Tensor  # μ₀ of the fit, (1,) or (P,)
     curvature_diagonal: Tensor  # the diagonal of JᵀWJ (P,), for τ = 1
     curvature_rank: int
     layer_sizes: tuple[int, ...]
@@ -76,6 +78,14 @@ class WeightPosterior:
         eye = torch.eye(self.rank, dtype=torch.float64, device=gram.device)
         return Factor(gram + noise + rounding * eye)
 
+    def right_hand_side_for(self, prior_mean: Tensor) -> Tensor:  # (B,)
+        """Sᵀb for another prior mean: b = f − m + W⁺∇ changes by J(μ₀ − μ₀′) at the same f."""
+        change = (self.prior_mean - prior_mean).double().reshape(-1)
+        if not bool(change.any()):
+            return self.right_hand_side
+        weights = change.expand(len(self.images)).to(self.images.dtype)
+        return self.right_hand_side + (self.images.T @ weights).double()
+
     def precision_of_weights(self, prior_precision: Tensor) -> Tensor:  # (P,)
         precision = prior_precision.double()
         if len(precision) == len(self.layer_sizes) != 1:
@@ -115,6 +125,7 @@ class WeightPosterior:
 
     # --- less memory ----------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def compress(self, max_rank: int, prior_precision: Tensor, noise_scale: Tensor) -> WeightPosterior:
         """The `max_rank` combinations that keep the mean, and contract the variance most, at a given prior."""
         if max_rank >= self.rank:
@@ -143,9 +154,9 @@ class ConditionedPosterior:
         self.posterior, self.variance, self.factor, self.noise_scale = posterior, variance, factor, noise_scale
         self.scaled_images = variance.to(posterior.images.dtype)[:, None] * posterior.images  # Λ⁻¹A
 
-    def mean_shift(self) -> Tensor:  # (P,)
+    def mean_shift(self, prior_mean: Tensor) -> Tensor:  # (P,)
         """Λ⁻¹A M⁻¹Sᵀb: what the data add to the prior mean of the weights."""
-        coefficients = self.factor.solve(self.posterior.right_hand_side[:, None])
+        coefficients = self.factor.solve(self.posterior.right_hand_side_for(prior_mean)[:, None])
         return self._combine(coefficients)[:, 0]
 
     def _combine(self, coefficients: Tensor) -> Tensor:  # (B, k) -> (P, k)

@@ -332,8 +332,7 @@ def test_single_precision_is_close_to_double(case: NetworkCase, subset: str) -> 
     close(la.log_marginal_likelihood(), exact.detach(), 1e-3)
 
 
-@subsets
-def test_a_named_last_layer_and_a_found_one_are_the_same(subset: str) -> None:
+def test_a_named_last_layer_and_a_found_one_are_the_same() -> None:
     named = fitted(MLP, "last_layer", last_layer_name="2")
     found = fitted(MLP, "last_layer")
     x = MLP.new_inputs()
@@ -1220,6 +1219,7 @@ def test_a_second_fit_that_fails_leaves_the_first_usable(subset: str, mean_mode:
 # The user's model and data
 
 
+@quiet_scalars
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_fitting_and_predicting_leave_the_model_of_the_user_untouched(case: NetworkCase) -> None:
     for subset in ("all", "last_layer") if case.name in HEADS else ("all",):

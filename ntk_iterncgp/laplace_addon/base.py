@@ -18,11 +18,12 @@ from torch.utils.data import DataLoader
 
 from ntk_iterncgp.data import FixedOrderData, Inputs, evaluating
 from ntk_iterncgp.laplace_addon.grid import GivenMoments, search_grid
-from ntk_iterncgp.laplace_addon.saving import check_matches, flatten
+from ntk_iterncgp.laplace_addon.saving import fingerprint, flatten, from_state_dict, same_fingerprint, to_state_dict
 from ntk_iterncgp.network import MEANS, NetworkSettings, fit_network
 from ntk_iterncgp.priors.jacobian import DenseRows, NetworkJacobian, Rows
 from ntk_iterncgp.solver import NewtonOptions, Policy, Stopping, resolve_policy
 from ntk_iterncgp.solver.report import FitReport
+from ntk_iterncgp.solver.stopping import whole_number
 from ntk_iterncgp.tuning import tune_by_evidence
 from ntk_iterncgp.weight_posterior import ConditionedPosterior, WeightPosterior
 
@@ -72,7 +73,11 @@ class IterNCGPLaplace(BaseFunctionalLaplace):
         self.settings = NetworkSettings(
             mean=mean,
             policy=resolve_policy(policy),
-            stopping=Stopping(num_actions, actions_per_step, newton_tol=newton_tol),
+            stopping=Stopping(
+                whole_number("num_actions", num_actions, at_least=1),
+                whole_number("actions_per_step", actions_per_step, at_least=1),
+                newton_tol=newton_tol,
+            ),
             options=NewtonOptions(max_rank, compression),
             chunk_bytes=chunk_bytes,
             seed=seed,
@@ -127,18 +132,20 @@ class IterNCGPLaplace(BaseFunctionalLaplace):
                 prior_precision=self.prior_precision_diag.detach(),
                 noise_scale=float(self._noise_scale),
                 shift=weights - self.prior_mean,
+                prior_mean=self.prior_mean,
                 layer_sizes=self._layer_sizes(),
                 settings=self.settings,
                 progress_bar=progress_bar,
             )
         self.posterior, self._report = result.posterior, result.report
         self.loss, self.n_data, self.n_outputs = result.loss, result.num_data, result.num_outputs
-        self.mean = weights
+        self.mean, self._fingerprint = weights, fingerprint(self.model)
         self._fitted, self._conditioned = True, None
 
     def compress(self, max_rank: int) -> None:
         """Keep the `max_rank` combinations of actions that matter most at this prior: less memory, more variance."""
         self._check_fitted()
+        max_rank = whole_number("max_rank", max_rank, at_least=1)
         self.posterior = self.posterior.compress(max_rank, self.prior_precision, self._noise_scale)
         self._conditioned = None
 
@@ -155,9 +162,9 @@ class IterNCGPLaplace(BaseFunctionalLaplace):
         return 1 / self._H_factor
 
     def _refresh_posterior(self) -> None:
-        """Called before every prediction: the weights must still be those of the fit."""
+        """Called before every prediction: the model must still be that of the fit, frozen weights and buffers too."""
         current = flatten(self._parameters())
-        if current.shape != self.mean.shape or not torch.equal(current, self.mean):
+        if not (torch.equal(current, self.mean) and same_fingerprint(fingerprint(self.model), self._fingerprint)):
             raise RuntimeError(
                 "The model is expected to have the weights it was fitted with, but they have changed since. Call "
                 "fit(train_loader) again, or load the weights of the fit."
@@ -200,10 +207,17 @@ class IterNCGPLaplace(BaseFunctionalLaplace):
             )
         return parts[0]
 
+    def _mean_weights(self, posterior: ConditionedPosterior) -> Tensor:  # (P,)
+        """μ: the weights themselves, or the mode of the linearised model."""
+        if self.settings.mean == "network":
+            return self.mean.double()
+        start = self.posterior.anchor_share * (self.mean - self.prior_mean).double()
+        return self.prior_mean.double() + start + posterior.mean_shift(self.prior_mean)
+
     def _mean_of(self, rows: Rows, posterior: ConditionedPosterior) -> Tensor:
         if self.settings.mean == "network":
             return rows.outputs.double()
-        shift = posterior.mean_shift() - (self.mean - self.prior_mean).double()  # μ − θ*
+        shift = self._mean_weights(posterior) - self.mean.double()  # μ − θ*
         return rows.outputs.double() + rows.times(shift[:, None])[..., 0]
 
     def _gradients(self) -> AbstractContextManager[Any]:
@@ -223,10 +237,7 @@ class IterNCGPLaplace(BaseFunctionalLaplace):
         """Draws of the weights."""
         self._check_fitted()
         posterior = self._posterior_now()
-        mean = self.mean.double()
-        if self.settings.mean == "refined":
-            mean = self.prior_mean.double() + posterior.mean_shift()
-        return (mean + posterior.sample(n_samples, generator)).to(self._dtype)
+        return (self._mean_weights(posterior) + posterior.sample(n_samples, generator)).to(self._dtype)
 
     # --- evidence and hyperparameters --------------------------------------------------------------------------------
 
@@ -251,9 +262,11 @@ class IterNCGPLaplace(BaseFunctionalLaplace):
     @property
     def scatter(self) -> Tensor:
         """The prior's penalty of the mean weights."""
+        if self.settings.mean == "refined":  # bᵀ(K + W⁺)⁻¹b, in the span of the actions
+            right_hand_side = self.posterior.right_hand_side_for(self.prior_mean)[:, None]
+            factor = self.posterior.factor(self.prior_precision, self._noise_scale)
+            return factor.half_solve(right_hand_side).square().sum().to(self._dtype)
         delta = self.mean - self.prior_mean
-        if self.settings.mean == "refined":
-            delta = self._posterior_now().mean_shift().to(self._dtype)
         return (delta * self.prior_precision_diag) @ delta
 
     def optimize_prior_precision(
@@ -309,41 +322,13 @@ class IterNCGPLaplace(BaseFunctionalLaplace):
         if verbose:
             print(f"Optimized prior precision is {self.prior_precision}.")
 
-    # --- saving -------------------------------------------------------------------------------------------------------
-
-    def _identity(self) -> dict[str, Any]:
-        """What a saved posterior must agree in."""
-        return {
-            "format": 1,
-            "flavour": type(self).__name__,
-            "likelihood": str(Likelihood(self.likelihood).value),
-            "mean_mode": self.settings.mean,
-            "parameters": {name: list(value.shape) for name, value in self._parameters().items()},
-        }
+    # --- saving ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors, numbers and strings: loads with `torch.load(..., weights_only=True)`."""
         self._check_fitted()
-        return {
-            **self._identity(),
-            "weights": self.mean,
-            "posterior": self.posterior.to_dict(),
-            "prior_precision": self.prior_precision.detach(),
-            "prior_mean": self.prior_mean,
-            "sigma_noise": self.sigma_noise.detach(),
-            "temperature": float(self.temperature),
-            "loss": float(self.loss),
-            "n_data": self.n_data,
-            "n_outputs": self.n_outputs,
-        }
+        return to_state_dict(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a saved posterior, after checking that it belongs to this model."""
-        check_matches(state_dict, self._identity(), flatten(self._parameters()))
-        self.posterior = WeightPosterior.from_dict(state_dict["posterior"], self._layer_sizes(), self._device)
-        self.mean = state_dict["weights"].to(self._device)
-        self.prior_precision, self.prior_mean = state_dict["prior_precision"], state_dict["prior_mean"]
-        self.sigma_noise, self.temperature = state_dict["sigma_noise"], float(state_dict["temperature"])
-        self.loss, self.n_data = float(state_dict["loss"]), int(state_dict["n_data"])
-        self.n_outputs = int(state_dict["n_outputs"])
-        self._fitted, self._conditioned, self._report = True, None, None
+        from_state_dict(self, state_dict)

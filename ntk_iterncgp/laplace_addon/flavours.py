@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from ntk_iterncgp.data import FixedOrderData, Inputs, probe, to_device
 from ntk_iterncgp.laplace_addon.base import IterNCGPLaplace
-from ntk_iterncgp.priors.jacobian import Jacobian, NetworkJacobian, Rows
+from ntk_iterncgp.priors.jacobian import Jacobian, NetworkJacobian, Rows, as_outputs
 from ntk_iterncgp.priors.last_layer import LastLayerJacobian
 from ntk_iterncgp.priors.ntk import in_parts
 
@@ -92,14 +92,27 @@ class IterNCGPLastLayerLaplace(IterNCGPLaplace):
             with torch.no_grad():
                 self.extractor.find_last_layer(next(data.batches())[0])
             self._take_last_layer()
-        probe(self.extractor, self.extractor, data)
+        probe(self.extractor, lambda x: as_outputs(self.extractor(x)), data)
+        jacobian = LastLayerJacobian(self._layer)
         with torch.no_grad():
-            batches = [(self.extractor.forward_with_features(x)[1].detach(), y) for x, y in data.batches()]
-        return LastLayerJacobian(self._layer), FixedOrderData(batches, device=self._device)
+            x = next(data.batches())[0]
+            outputs, features = as_outputs(self.extractor(x)), self._features(x)
+            if not torch.allclose(jacobian.forward(features), outputs, rtol=1e-4, atol=1e-5):
+                raise ValueError(
+                    f"The model is expected to end in its last linear layer, {self.extractor._last_layer_name!r}, but "
+                    "its outputs are not those of that layer. Return the layer's outputs as they are, or name another "
+                    "layer (last_layer_name)."
+                )
+            batches = [(self._features(x), y) for x, y in data.batches()]
+        return jacobian, FixedOrderData(batches, device=self._device)
+
+    def _features(self, x: Inputs) -> Tensor:  # (b, D)
+        features = self.extractor.forward_with_features(x)[1]
+        return features if features.ndim == 2 else features.reshape(-1, self._layer.in_features)
 
     def _rows_at(self, x: Inputs) -> Iterator[Rows]:
         jacobian = LastLayerJacobian(self._layer)
-        features = self.extractor.forward_with_features(to_device(x, self._device))[1]
+        features = self._features(to_device(x, self._device))
         data = FixedOrderData([(features, None)], device=self._device)
         for part in in_parts(jacobian, data, features, self.n_outputs, self.settings.chunk_bytes):
             yield jacobian.rows(part, len(part))
@@ -108,13 +121,15 @@ class IterNCGPLastLayerLaplace(IterNCGPLaplace):
         return tuple(value.numel() for value in self.params)
 
     def _parameters(self) -> dict[str, Tensor]:
-        return dict(self._layer.named_parameters())
+        return dict(self._layer.named_parameters()) if self.extractor.last_layer is not None else {}
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "last_layer_name": self.extractor._last_layer_name}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        if self.extractor.last_layer is None:
-            self.extractor.set_last_layer(str(state_dict["last_layer_name"]))
+        if self.extractor.last_layer is None and state_dict.get("last_layer_name") in dict(
+            self.extractor.model.named_modules()
+        ):
+            self.extractor.set_last_layer(state_dict["last_layer_name"])
             self._take_last_layer()
         super().load_state_dict(state_dict)

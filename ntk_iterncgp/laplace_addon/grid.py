@@ -50,7 +50,9 @@ def search_grid(
             )
         predictions = []
         for mean, covariance, targets in moments:
-            given: Any = GivenMoments(mean.to(la._dtype), covariance.to(la._dtype))
+            given: Any = GivenMoments(  # copies, since laplace-torch's bridge works in place
+                mean.to(la._dtype, copy=True), covariance.to(la._dtype, copy=True)
+            )
             predictions.append((la._glm_forward_call(given, la.likelihood, False, link, num_samples), targets))
         return categorical_nll(predictions) if loss is None else metric_value(loss, predictions)
 

@@ -12,6 +12,8 @@ there, so that a direction about which the data say nothing is never conditioned
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from copy import copy
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -19,10 +21,11 @@ from torch import Tensor
 from ntk_iterncgp.likelihoods.quadrature import covariance_root, normal_points
 
 CURVATURE_FLOOR = 1e-10
-"""Probabilities and rates are held at or above this, in W and W⁺ alike.
+"""Probabilities and rates are held at or above this, in W and W⁺ alike, for a prior variance of at most one.
 
 A decided point (π ~ 1e-30) carries no information, but its noise 1/π would drown all other entries of the small
-matrices in rounding. At the floor it still carries none that can be seen: it adds at most 1e-10 to the precision.
+matrices in rounding. At the floor it still carries none that can be seen. What counts is W K, so the floor is lowered
+in proportion to a larger prior variance (`for_prior_variance`).
 """
 
 
@@ -31,6 +34,13 @@ class Likelihood(ABC):
 
     num_outputs: int = 1
     is_quadratic: bool = False  # log p is quadratic in f: a single Newton step is exact
+    curvature_floor: float = CURVATURE_FLOOR
+
+    def for_prior_variance(self, variance: float) -> Self:
+        """The same likelihood with its floor set for a prior of this variance."""
+        adjusted = copy(self)
+        adjusted.curvature_floor = CURVATURE_FLOOR / max(1.0, variance)
+        return adjusted
 
     @abstractmethod
     def check_targets(self, targets: Tensor) -> Tensor:

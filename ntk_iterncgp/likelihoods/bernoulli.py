@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from ntk_iterncgp.likelihoods.base import CURVATURE_FLOOR, Likelihood, one_dimensional, require
+from ntk_iterncgp.likelihoods.base import Likelihood, one_dimensional, require
 
 
 class Bernoulli(Likelihood):
@@ -45,6 +45,5 @@ class Bernoulli(Likelihood):
     def expected_response(self, mean: Tensor, variance: Tensor) -> Tensor:
         return torch.sigmoid(mean / torch.sqrt(1 + math.pi / 8 * variance))
 
-    @staticmethod
-    def _weight(latent: Tensor) -> Tensor:  # (N, 1)
-        return (torch.sigmoid(latent) * torch.sigmoid(-latent)).clamp_min(CURVATURE_FLOOR)
+    def _weight(self, latent: Tensor) -> Tensor:  # (N, 1)
+        return (torch.sigmoid(latent) * torch.sigmoid(-latent)).clamp_min(self.curvature_floor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ntk_iterncgp.likelihoods.base import CURVATURE_FLOOR, Likelihood, one_dimensional, require
+from ntk_iterncgp.likelihoods.base import Likelihood, one_dimensional, require
 
 
 class Poisson(Likelihood):
@@ -46,6 +46,5 @@ class Poisson(Likelihood):
         rate = self.expected_response(mean[:, 0], covariance[:, 0, 0])
         return targets * mean[:, 0] - rate - torch.lgamma(targets + 1)
 
-    @staticmethod
-    def _rate(latent: Tensor) -> Tensor:  # (N, 1)
-        return latent.exp().clamp_min(CURVATURE_FLOOR)
+    def _rate(self, latent: Tensor) -> Tensor:  # (N, 1)
+        return latent.exp().clamp_min(self.curvature_floor)

@@ -2,7 +2,7 @@
 
 Π = I − 11ᵀ/C. W is zero along 1 in every datum: the data say nothing about Σ_c f_c, so the noise there is infinite,
 while W⁺ puts *none* there. `project` keeps every action zero-sum over the classes, and then W⁺ is right for any prior
-(departure 1 from the paper, essential where outputs are correlated as in every network).
+(a departure from the paper, essential where outputs are correlated as in every network).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from ntk_iterncgp.likelihoods.base import CURVATURE_FLOOR, Likelihood, one_dimensional, require
+from ntk_iterncgp.likelihoods.base import Likelihood, one_dimensional, require
 
 
 class Softmax(Likelihood):
@@ -81,8 +81,7 @@ class Softmax(Likelihood):
     def expected_response(self, mean: Tensor, variance: Tensor) -> Tensor:
         return torch.softmax(mean / torch.sqrt(1 + math.pi / 8 * variance), -1)
 
-    @staticmethod
-    def _probabilities(latent: Tensor) -> Tensor:  # (N, C)
+    def _probabilities(self, latent: Tensor) -> Tensor:  # (N, C)
         """π from log-softmax, held at the floor and normalised again: the one place where W and W⁺ get it."""
-        floored = torch.log_softmax(latent, 1).clamp_min(math.log(CURVATURE_FLOOR))
+        floored = torch.log_softmax(latent, 1).clamp_min(math.log(self.curvature_floor))
         return torch.softmax(floored, 1)

@@ -71,6 +71,11 @@ class Prior(ABC):
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """The diagonal blocks of K: slices of the data, each with its (rows, C, C) in float64."""
 
+    def variance_scale(self) -> float:
+        """The largest prior variance among the first training inputs."""
+        _, block = next(self.blocks())
+        return float(block.diagonal(dim1=1, dim2=2).max())
+
     def curvature_trace(self, curvature: Weight, root: Weight) -> float:
         """tr(W K), for products with W and with a root of it; exact here, a prior may estimate it."""
         total = 0.0

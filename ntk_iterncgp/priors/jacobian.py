@@ -107,6 +107,7 @@ class Jacobian(NetworkJacobian):
         if not chosen:
             raise ValueError("Expected at least one parameter that requires a gradient, but all are frozen.")
         self.params = {name: value.detach() for name, value in chosen.items()}
+        self._aliases = _aliases(model, chosen)
         self.sizes = [value.numel() for value in self.params.values()]
         self.num_params = sum(self.sizes)
         first = next(iter(self.params.values()))
@@ -118,12 +119,9 @@ class Jacobian(NetworkJacobian):
 
     def forward(self, x: Inputs, params: Mapping[str, Tensor] | None = None) -> Tensor:  # (b, C)
         """The model's outputs as (b, C); a regression model may return (b,)."""
-        outputs = functional_call(self.model, dict(self.params if params is None else params), (x,))
-        outputs = getattr(outputs, "logits", outputs)
-        if not isinstance(outputs, Tensor) or outputs.ndim not in (1, 2):
-            found = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-            raise ValueError(f"The model is expected to return a tensor of shape (b, C) or (b,), but returned {found}.")
-        return outputs if outputs.ndim == 2 else outputs[:, None]
+        values = self.params if params is None else params
+        named = {alias: values[name] for name, aliases in self._aliases.items() for alias in aliases}
+        return as_outputs(functional_call(self.model, named, (x,), tie_weights=False))
 
     # --- products on a batch --------------------------------------------------------------------------------------
 
@@ -151,11 +149,32 @@ class Jacobian(NetworkJacobian):
             return jvp(lambda p: self.forward(x, p), (self.params,), (self._unflatten(tangent),))[1]
 
         with torch.no_grad(), _differentiable_attention():
-            parts = []
-            for block in tangents.split(_tangents_at_once(x), 1):
-                one = block.shape[1] == 1
-                parts.append(push(block[:, 0])[..., None] if one else vmap(push, in_dims=1, out_dims=2)(block))
+            try:
+                parts = []
+                for block in tangents.split(_tangents_at_once(x), 1):
+                    one = block.shape[1] == 1
+                    parts.append(push(block[:, 0])[..., None] if one else vmap(push, in_dims=1, out_dims=2)(block))
+            except (RuntimeError, NotImplementedError) as error:
+                if "out of memory" in str(error):
+                    raise
+                return self._jvp_by_reverse_mode(x, tangents)
         return torch.cat(parts, 2)
+
+    def _jvp_by_reverse_mode(self, x: Inputs, tangents: Tensor) -> Tensor:  # (P, k) -> (b, C, k)
+        """For operations without a forward-mode derivative: Jᵀc is linear in c, and J v is the gradient of vᵀJᵀc."""
+        leaves = {name: value.requires_grad_() for name, value in self._fresh().items()}
+        with torch.enable_grad():
+            outputs = self.forward(x, leaves)
+            cotangent = torch.zeros_like(outputs, requires_grad=True)
+            pulled = torch.autograd.grad(
+                outputs, list(leaves.values()), cotangent, create_graph=True, allow_unused=True
+            )
+            flat = self._flatten(pulled)
+            columns = [
+                torch.autograd.grad(flat @ tangents[:, j], cotangent, retain_graph=True)[0]
+                for j in range(tangents.shape[1])
+            ]
+        return torch.stack(columns, 2)
 
     def bytes_per_row(self, num_outputs: int) -> int:
         return 3 * num_outputs * self.num_params * self.params_bytes  # J, what it is concatenated from, J Λ^{-½}
@@ -166,7 +185,7 @@ class Jacobian(NetworkJacobian):
                 try:
                     return DenseRows(self.forward(x), self._rows_together(x, num_rows))
                 except RuntimeError as error:
-                    if "vmap" not in str(error):
+                    if "out of memory" in str(error):
                         raise
                     warnings.warn(
                         "This model cannot be vectorised over data (torch.func.vmap says: "
@@ -221,6 +240,25 @@ class Jacobian(NetworkJacobian):
     def _flatten(self, gradients: tuple[Tensor | None, ...]) -> Tensor:  # (P,)
         pairs = zip(gradients, self.params.values(), strict=True)
         return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in pairs])
+
+
+def as_outputs(outputs: object) -> Tensor:  # (b, C)
+    """What a model returned as (b, C); Hugging Face models return an object with `logits`."""
+    outputs = getattr(outputs, "logits", outputs)
+    if not isinstance(outputs, Tensor) or outputs.ndim not in (1, 2):
+        found = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+        raise ValueError(f"The model is expected to return a tensor of shape (b, C) or (b,), but returned {found}.")
+    return outputs if outputs.ndim == 2 else outputs[:, None]
+
+
+def _aliases(model: nn.Module, chosen: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """All places where each parameter is used. Tied weights have several; a module used twice counts once, since
+    exchanging its parameter twice would leave the exchanged one behind."""
+    places: dict[int, list[str]] = {}
+    for prefix, module in model.named_modules():
+        for name, value in module.named_parameters(prefix, recurse=False):
+            places.setdefault(id(value), []).append(name)
+    return {name: places.get(id(value), [name]) for name, value in chosen.items()}
 
 
 def _tangents_at_once(x: Inputs) -> int:

@@ -1,13 +1,15 @@
 """Algorithm 1, the outer loop: Newton's method for the mode, each step a GP regression problem (Alg. 2).
 
-Departure 3 from the paper: Newton's steps are damped. Ψ(v) = log p(y | m + K v) − ½ vᵀK v never falls, because
+A departure from the paper: Newton's steps are damped. Ψ(v) = log p(y | m + K v) − ½ vᵀK v never falls, because
 
 1.  the step from the current point towards the solution of the linear system is shortened until Ψ rises, and
 2.  where that direction does not ascend (a coarse solution may not), Newton's method is run on Ψ *within the span*
     of the actions: (G + TᵀWT) d = Tᵀ(∇ − v) always ascends and never inverts W.
 
 Neither costs a product: g = K v is linear along a step, so a trial costs O(n). `damped=False` is the paper's listing.
-Once the products are spent, further Newton steps within the span are free, and are taken until the mean converges.
+A small step alone is not taken for convergence, since a poor policy makes small steps too: the residual must be small
+as well. Once the products are spent, further Newton steps within the span are free, and are taken until the mean
+converges there.
 """
 
 from __future__ import annotations
@@ -87,14 +89,17 @@ def newton(
         iterate = ascend(state) if damped else state.solution  # line 9: f ← K v + m
         if not damped and not math.isfinite(state.problem.log_prob(state.problem.latent(iterate.offset))):
             return state, Status.DIVERGED
-        converged = _is_close(iterate, state.iterate, stopping.newton_tol)
+        solved = state.relative_residual <= max(10 * stopping.newton_tol, 1e-4) or not options.damped
+        converged = solved and _is_close(iterate, state.iterate, stopping.newton_tol)
+        before = state.iterate
         state = replace(state, newton_step=state.newton_step + 1)
         state = virtual_solver_run(state, iterate, max_rank=options.max_rank, compression=options.compression)
         yield state  # line 6: the noise at the new point, for the actions there are
         if quadratic or (stopping.spend_all and inner_status is Status.EXHAUSTED):
             return state, inner_status
-        done = prior.num_products >= limit if stopping.spend_all else converged
-        if done:
+        if converged and left > 0 and not stopping.spend_all:
+            return state, Status.CONVERGED
+        if prior.num_products >= limit and (stopping.spend_all or _is_close(iterate, before, stopping.newton_tol)):
             return state, Status.CONVERGED if converged and left > 0 else Status.BUDGET
     return state, Status.BUDGET if prior.num_products >= limit else Status.NEWTON_STEPS
 

@@ -34,6 +34,9 @@ class Problem:
     targets: Tensor
     anchor: Anchor | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "likelihood", self.likelihood.for_prior_variance(self.prior.variance_scale()))
+
     @property
     def num_rows(self) -> int:
         """n = N·C."""

@@ -5,9 +5,9 @@ anew. Recycling costs no product.
 
 Compression keeps R combinations of the B actions:
 
-`"mean+trace"`  (default; departure 4) keeps the current mean exactly, and with it the R − 1 directions that contract
-                the variance at the training inputs most. With A₀A₀ᵀ = M⁻¹ and u ∝ A₀⁻¹w these are A₀u and A₀ times the
-                top eigenvectors of (I − uuᵀ) A₀ᵀ(TᵀT)A₀ (I − uuᵀ).
+`"mean+trace"`  (default, not the paper's) keeps the current mean exactly, and with it the R − 1 directions that
+                contract the variance at the training inputs most. With A₀A₀ᵀ = M⁻¹ and u ∝ A₀⁻¹w these are A₀u and A₀
+                times the top eigenvectors of (I − uuᵀ) A₀ᵀ(TᵀT)A₀ (I − uuᵀ).
 `"eigen"`       the paper's: the top eigenvectors of M. Depends on how actions are scaled, and loses the mean.
 
 Kronecker actions U ⊗ H stay Kronecker: the columns of U are combined, by the average of M over the contrasts, and the

@@ -168,6 +168,12 @@ class State:
         lower, upper = self.log_determinant_bounds
         return lower / upper if upper > 0 else 1.0
 
+    @property
+    def tight_information_captured(self) -> float:
+        """The same from the tighter bound, for the end of a run."""
+        lower, upper = self.tight_log_determinant_bounds
+        return lower / upper if upper > 0 else 1.0
+
     # --- the next state -------------------------------------------------------------------------------------------
 
     def with_counters(self, *, products_left: int | None = None, num_proposals: int | None = None) -> State:
@@ -203,14 +209,22 @@ class State:
 
     def rotate(self, coefficients: Tensor) -> State:  # (r, R), orthonormal columns
         """The same linear system in a smaller span that still holds Newton's point."""
-        eye = torch.eye(self.buffer.actions.num_contrasts, dtype=coefficients.dtype, device=coefficients.device)
-        small = torch.kron(coefficients.contiguous(), eye)  # (B, R·q)
+        q = self.buffer.actions.num_contrasts
+
+        def rotated_rows(matrix: Tensor) -> Tensor:  # (Q ⊗ I)ᵀ matrix
+            return (coefficients.T @ matrix.reshape(len(coefficients), -1)).reshape(-1, *matrix.shape[1:])
+
+        def both_sides(matrix: Tensor) -> Tensor:
+            return _symmetric(rotated_rows(rotated_rows(matrix).T.contiguous()))
+
         rotated = replace(
             self,
-            iterate=replace(self.iterate, coefficients=small.T @ self.iterate.coefficients),
+            iterate=replace(
+                self.iterate, coefficients=rotated_rows(self.iterate.coefficients.reshape(-1, q)).flatten()
+            ),
             buffer=self.buffer.rotate(coefficients),
-            gram=_symmetric(small.T @ self.gram @ small),
-            noise_gram=_symmetric(small.T @ self.noise_gram @ small),
+            gram=both_sides(self.gram),
+            noise_gram=both_sides(self.noise_gram),
         )
         return self._keep_point(rotated)
 
