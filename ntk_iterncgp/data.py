@@ -109,12 +109,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def probe(model: nn.Module, forward: Callable[[Inputs], Tensor], data: FixedOrderData) -> None:
     """Look at the first batch twice, in eval mode, and name what is not the same the second time."""
     first, again = next(data.batches(), None), next(data.batches(), None)
-    if first is None or again is None:
+    if first is None:
         raise ValueError(
             "The training data are expected to give their batches on every sweep, but they came out empty. Use a "
             "dataset that can be walked more than once."
         )
-    if not (_equal(first[0], again[0]) and _equal(first[1], again[1])):
+    if again is None or not (_equal(first[0], again[0]) and _equal(first[1], again[1])):
         raise ValueError(
             "Two sweeps over the training data are expected to give the same rows, but the first batch came out "
             "different the second time. Turn off random augmentation, and give the loader a fixed order."

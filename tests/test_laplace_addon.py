@@ -544,7 +544,12 @@ def test_a_refined_posterior_never_keeps_a_mean_of_another_prior_mean(case: Netw
     except (RuntimeError, ValueError) as refusal:
         assert "prior_mean" in str(refusal) or "prior mean" in str(refusal)
     else:
-        close(mean, fitted(case, mean="refined", prior_mean=0.5, newton_tol=1e-12).predictive_moments(x)[0], 1e-4)
+        again = fitted(case, mean="refined", prior_mean=0.5, newton_tol=1e-12).predictive_moments(x)[0]
+        if case.likelihood == "regression":
+            close(mean, again, 1e-4)
+        else:  # W stays where it was: one Newton step towards the new mode
+            old = fitted(case, mean="refined", newton_tol=1e-12).predictive_moments(x)[0]
+            assert (mean - again).norm() < 0.5 * (old - again).norm()
 
 
 @problems

@@ -130,7 +130,7 @@ class IterNCGPLaplace(BaseFunctionalLaplace):
                 data,
                 self.likelihood == Likelihood.CLASSIFICATION,
                 prior_precision=self.prior_precision_diag.detach(),
-                noise_scale=float(self._noise_scale),
+                noise_scale=float(self._noise_scale.detach()),
                 shift=weights - self.prior_mean,
                 prior_mean=self.prior_mean,
                 layer_sizes=self._layer_sizes(),
@@ -252,7 +252,16 @@ class IterNCGPLaplace(BaseFunctionalLaplace):
             if self.likelihood != Likelihood.REGRESSION:
                 raise ValueError("sigma_noise is expected for regression only; classification has no noise to set.")
             self.sigma_noise = sigma_noise
-        return self.log_likelihood - 0.5 * (self.log_det_ratio + self.scatter)
+        return self.log_likelihood - 0.5 * (self.log_det_ratio + self._misfit())
+
+    def _misfit(self) -> Tensor:
+        """What the evidence charges the mean: the prior's penalty of the weights; or, where the mean moves with the
+        prior, bᵀ(K + W⁺)⁻¹b in the span of the actions."""
+        if self.settings.mean == "network":
+            return self.scatter
+        right_hand_side = self.posterior.right_hand_side_for(self.prior_mean)[:, None]
+        factor = self.posterior.factor(self.prior_precision, self._noise_scale)
+        return factor.half_solve(right_hand_side).square().sum().to(self._dtype)
 
     @property
     def log_det_ratio(self) -> Tensor:
@@ -262,11 +271,10 @@ class IterNCGPLaplace(BaseFunctionalLaplace):
     @property
     def scatter(self) -> Tensor:
         """The prior's penalty of the mean weights."""
-        if self.settings.mean == "refined":  # bᵀ(K + W⁺)⁻¹b, in the span of the actions
-            right_hand_side = self.posterior.right_hand_side_for(self.prior_mean)[:, None]
-            factor = self.posterior.factor(self.prior_precision, self._noise_scale)
-            return factor.half_solve(right_hand_side).square().sum().to(self._dtype)
-        delta = self.mean - self.prior_mean
+        if self.settings.mean == "refined":
+            delta = self._mean_weights(self._posterior_now()).to(self._dtype) - self.prior_mean
+        else:
+            delta = self.mean - self.prior_mean
         return (delta * self.prior_precision_diag) @ delta
 
     def optimize_prior_precision(

@@ -75,6 +75,15 @@ class IterNCGPLastLayerLaplace(IterNCGPLaplace):
         if last_layer_name is not None:
             self._take_last_layer()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A prior set before the last layer is known is checked when it is."""
+        extractor = self.__dict__.get("extractor")
+        if extractor is not None and extractor.last_layer is None and name in ("prior_precision", "prior_mean"):
+            precision, mean = self._given_prior
+            self._given_prior = (value, mean) if name == "prior_precision" else (precision, value)
+        else:
+            super().__setattr__(name, value)
+
     @property
     def _layer(self) -> nn.Linear:
         layer = self.extractor.last_layer

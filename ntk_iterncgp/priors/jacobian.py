@@ -108,6 +108,7 @@ class Jacobian(NetworkJacobian):
             raise ValueError("Expected at least one parameter that requires a gradient, but all are frozen.")
         self.params = {name: value.detach() for name, value in chosen.items()}
         self._aliases = _aliases(model, chosen)
+        self._padding = _padding_rows(model, chosen)
         self.sizes = [value.numel() for value in self.params.values()]
         self.num_params = sum(self.sizes)
         first = next(iter(self.params.values()))
@@ -181,9 +182,10 @@ class Jacobian(NetworkJacobian):
 
     def rows(self, x: Inputs, num_rows: int) -> DenseRows:
         with _differentiable_attention():
+            outputs = self.forward(x)
             if self._vmaps:
                 try:
-                    return DenseRows(self.forward(x), self._rows_together(x, num_rows))
+                    return DenseRows(outputs, self._rows_together(x, num_rows))
                 except RuntimeError as error:
                     if "out of memory" in str(error):
                         raise
@@ -193,7 +195,7 @@ class Jacobian(NetworkJacobian):
                         stacklevel=2,
                     )
                     self._vmaps = False
-            return DenseRows(self.forward(x), self._rows_one_by_one(x, num_rows))
+            return DenseRows(outputs, self._rows_one_by_one(x, num_rows))
 
     def _rows_together(self, x: Inputs, num_rows: int) -> Tensor:  # (b, C, P)
         if isinstance(x, Mapping):
@@ -234,8 +236,14 @@ class Jacobian(NetworkJacobian):
         return {name: value.detach() for name, value in self.params.items()}
 
     def _unflatten(self, vector: Tensor) -> dict[str, Tensor]:
-        parts = vector.split(self.sizes)
-        return {name: part.view_as(value) for (name, value), part in zip(self.params.items(), parts, strict=True)}
+        """A tangent by parameter. Reverse mode holds an embedding's padding row for constant, so forward mode must."""
+        pairs = zip(self.params.items(), vector.split(self.sizes), strict=True)
+        tangents = {name: part.view_as(value) for (name, value), part in pairs}
+        for name, row in self._padding.items():
+            keep = torch.ones(len(tangents[name]), 1, dtype=self.dtype, device=self.device)
+            keep[row] = 0
+            tangents[name] = tangents[name] * keep
+        return tangents
 
     def _flatten(self, gradients: tuple[Tensor | None, ...]) -> Tensor:  # (P,)
         pairs = zip(gradients, self.params.values(), strict=True)
@@ -259,6 +267,13 @@ def _aliases(model: nn.Module, chosen: Mapping[str, Tensor]) -> dict[str, list[s
         for name, value in module.named_parameters(prefix, recurse=False):
             places.setdefault(id(value), []).append(name)
     return {name: places.get(id(value), [name]) for name, value in chosen.items()}
+
+
+def _padding_rows(model: nn.Module, chosen: Mapping[str, Tensor]) -> dict[str, int]:
+    """The constant row of each embedding that has one."""
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    rows = {id(e.weight): e.padding_idx for e in embeddings if e.padding_idx is not None}
+    return {name: rows[id(value)] for name, value in chosen.items() if id(value) in rows}
 
 
 def _tangents_at_once(x: Inputs) -> int:
