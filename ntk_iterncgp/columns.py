@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SLICE_BYTES = 4 * 2**20  # a float64 slice of rows: large enough for a GEMM, small enough to stay in cache
+SLICE_BYTES = 2**19  # a float64 slice of rows: large enough for a GEMM, small enough to stay in cache
 
 Weight = Callable[[slice, Tensor], Tensor]
 """Block-diagonal product on some data: (slice of data, block (rows, C, k)) -> (rows, C, k)."""
