@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import solver
+from benchmarks import ntk, solver
 
 
 def test_the_solver_benchmark_prints_a_table_and_writes_its_ratios(
@@ -79,3 +79,12 @@ def test_the_peak_of_memory_sees_a_large_block_come_and_go() -> None:
         block.write(b"1" * size)
     assert 0.9 * size < solver.resident_bytes("VmHWM") - start < 2.2 * size  # with the string that is written
     assert solver.resident_bytes("VmRSS") - start < 0.9 * size
+
+
+def test_the_columns_of_the_ntk_are_measured_in_epochs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "ntk.json"
+    ntk.main(["--quick", "--json", str(file)])
+    figures, shown = json.loads(file.read_text()), capsys.readouterr().out
+    assert "epochs per column" in shown and "peak memory of fit" in shown
+    assert all(figures["LeNet"][f"k={k}"] > 0 for k in (1, 8, 32))
+    assert figures["memory"]["predict"] > 0
