@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .base import Kernel, check_pair, check_same_kind
 
-CPU_TILE_BYTES = 2**20  # of the table's best, 1 to 4 MB, the least: the allocator holds on to several tiles
+CPU_TILE_BYTES = 2**19  # below the best of the table: the allocator holds on to several tiles
 LIVE_TILES = 6  # tiles alive at once in the costliest formula: five in a Matern, one more in a sum or product
 
 
