@@ -21,8 +21,8 @@ from torch import Tensor
 
 SLICE_BYTES = 2**19  # a float64 slice of rows: large enough for a GEMM, small enough to stay in cache
 
-Weight = Callable[[slice, Tensor], Tensor]
-"""Block-diagonal product on some data: (slice of data, block (rows, C, k)) -> (rows, C, k)."""
+Weight = Callable[[slice | Tensor, Tensor], Tensor]
+"""Block-diagonal product on some data: (a slice or numbers of data, block (rows, C, k)) -> (rows, C, k)."""
 
 
 class Images(ABC):

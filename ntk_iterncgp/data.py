@@ -32,6 +32,7 @@ class FixedOrderData:
     ) -> None:
         self.device, self.dict_key_x, self.dict_key_y = device, dict_key_x, dict_key_y
         self._batches = _in_fixed_order(loader)
+        self._source = _random_access(loader, self._batches)
 
     def __len__(self) -> int:
         """The number of batches."""
@@ -58,6 +59,34 @@ class FixedOrderData:
             )
         return to_device(batch[0], self.device), batch[1].to(self.device)
 
+    def can_jump(self, num_data: int) -> bool:
+        """Whether these data can be visited in any order: a map-style dataset, of which each item became one row."""
+        return self._source is not None and len(self._source[1]) == num_data
+
+    def visit(self, batches: Sequence[Tensor]) -> Iterator[tuple[Inputs, Tensor]]:
+        """Batches of chosen rows, given by their numbers in the fixed order, read straight from the dataset."""
+        assert self._source is not None
+        dataset, indices, settings = self._source
+        chosen = [[indices[row] for row in rows.tolist()] for rows in batches]
+        for batch in _FixedBatches(DataLoader(dataset, batch_sampler=chosen, **settings), len(chosen)):
+            yield self.split(batch)
+
+    def pick(self, rows: Tensor, num_data: int, batch_size: int) -> Iterator[tuple[Tensor, Inputs]]:
+        """Chosen rows in ascending order, with their numbers: visited where that is possible, else met in a sweep."""
+        rows = rows.sort().values
+        if self.can_jump(num_data):
+            parts = rows.split(batch_size)
+            for part, (x, _) in zip(parts, self.visit(parts), strict=True):
+                yield part, x
+            return
+        start = 0
+        for x, _ in self.batches():
+            stop = start + self.num_rows(x)
+            here = rows[(rows >= start) & (rows < stop)]
+            for part in here.split(batch_size) if len(here) else ():
+                yield part, slice_rows(x, part - start, stop - start)
+            start = stop
+
     def num_rows(self, x: Inputs) -> int:
         """How many data a batch of inputs holds."""
         return len(x[self.dict_key_x] if isinstance(x, Mapping) else x)
@@ -69,7 +98,7 @@ class FixedOrderData:
             yield slice_rows(x, slice(start, min(start + size, rows)), rows)
 
 
-def slice_rows(x: Inputs, part: slice, num_rows: int) -> Inputs:
+def slice_rows(x: Inputs, part: slice | Tensor, num_rows: int) -> Inputs:
     """Some rows of a batch; items of a mapping that do not have one entry per datum are passed on whole."""
     if not isinstance(x, Mapping):
         return x[part]
@@ -162,8 +191,8 @@ def probe(model: nn.Module, forward: Callable[[Inputs], Tensor], data: FixedOrde
 class _FixedBatches:
     """A re-iterable over a loader's batches: those drawn from its sampler once."""
 
-    def __init__(self, iterable: Iterable[Any], length: int) -> None:
-        self._iterable, self._length = iterable, length
+    def __init__(self, iterable: Iterable[Any], length: int, drawn: list[Any] | None = None) -> None:
+        self._iterable, self._length, self.drawn = iterable, length, drawn
 
     def __len__(self) -> int:
         return self._length
@@ -195,8 +224,16 @@ def _in_fixed_order(loader: DataLoader | Sequence[Any]) -> Any:
     batched = loader.batch_sampler
     if type(batched) is BatchSampler and isinstance(batched.sampler, SequentialSampler):
         return _nonempty(_FixedBatches(loader, len(loader)), len(loader))
-    drawn = _drawn_once(loader)
-    common = dict(
+    drawn, settings = _drawn_once(loader), _loader_settings(loader)
+    if loader.batch_sampler is None:
+        fixed: DataLoader = DataLoader(loader.dataset, batch_size=None, sampler=drawn, **settings)
+    else:
+        fixed = DataLoader(loader.dataset, batch_sampler=drawn, **settings)
+    return _nonempty(_FixedBatches(fixed, len(drawn), drawn), len(drawn))
+
+
+def _loader_settings(loader: DataLoader) -> dict[str, Any]:
+    return dict(
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
@@ -204,11 +241,24 @@ def _in_fixed_order(loader: DataLoader | Sequence[Any]) -> Any:
         worker_init_fn=loader.worker_init_fn,
         multiprocessing_context=loader.multiprocessing_context,
     )
-    if loader.batch_sampler is None:
-        fixed: DataLoader = DataLoader(loader.dataset, batch_size=None, sampler=drawn, **common)
+
+
+def _random_access(loader: Any, batches: Any) -> tuple[Any, Sequence[int], dict[str, Any]] | None:
+    """The dataset, the index of each row in it, and how to load from it; None for data that only come in order."""
+    if (
+        not isinstance(loader, DataLoader)
+        or isinstance(loader.dataset, IterableDataset)
+        or type(loader.batch_sampler) is not BatchSampler
+    ):
+        return None
+    drawn = batches.drawn
+    if drawn is None:  # in the order of the dataset
+        sampler = loader.batch_sampler
+        size = len(loader.dataset)  # type: ignore[arg-type]
+        indices: Sequence[int] = range(size - size % sampler.batch_size if sampler.drop_last else size)
     else:
-        fixed = DataLoader(loader.dataset, batch_sampler=drawn, **common)
-    return _nonempty(_FixedBatches(fixed, len(drawn)), len(drawn))
+        indices = [index for batch in drawn for index in batch]
+    return loader.dataset, indices, _loader_settings(loader)
 
 
 def _drawn_once(loader: DataLoader) -> list[Any]:

@@ -54,17 +54,25 @@ class WeightPosterior:
     # --- small matrices for a prior -------------------------------------------------------------------------------
 
     @cached_property
+    def unit_gram(self) -> Tensor:  # (B, B)
+        """AᵀA."""
+        columns = DenseColumns(self.images.T, self.rank, 1)
+        return columns.gram(columns)
+
+    @cached_property
     def layer_grams(self) -> Tensor:  # (L, B, B)
         """A_lᵀA_l for each parameter tensor."""
         parts = self.images.split(self.layer_sizes)
-        columns = [DenseColumns.of(part, 1) for part in parts]
+        columns = [DenseColumns(part.T, self.rank, 1) for part in parts]
         return torch.stack([column.gram(column) for column in columns])
 
     def gram(self, prior_precision: Tensor) -> Tensor:  # (1,), (L,) or (P,) -> (B, B)
         """AᵀΛ⁻¹A, differentiable in Λ."""
         precision = prior_precision.double()
-        if len(precision) in (1, len(self.layer_sizes)):
-            return torch.einsum("l,lbc->bc", (1 / precision).expand(len(self.layer_sizes)), self.layer_grams)
+        if len(precision) == 1:
+            return self.unit_gram / precision
+        if len(precision) == len(self.layer_sizes):
+            return torch.einsum("l,lbc->bc", 1 / precision, self.layer_grams)
         parts = zip(self.images.split(SLICE_ROWS), precision.split(SLICE_ROWS), strict=True)
         return sum(
             (((part.double() / p[:, None]).T @ part.double()) for part, p in parts),
@@ -87,11 +95,7 @@ class WeightPosterior:
         return self.right_hand_side + (self.images.T @ weights).double()
 
     def precision_of_weights(self, prior_precision: Tensor) -> Tensor:  # (P,)
-        precision = prior_precision.double()
-        if len(precision) == len(self.layer_sizes) != 1:
-            sizes = torch.tensor(self.layer_sizes, device=precision.device)
-            return torch.repeat_interleave(precision, sizes)
-        return precision.expand(len(self.images))
+        return precision_of_weights(prior_precision, self.layer_sizes)
 
     # --- predictions ----------------------------------------------------------------------------------------------
 
@@ -145,6 +149,14 @@ class WeightPosterior:
             noise_gram=Q.T @ self.noise_gram @ Q,
             right_hand_side=Q.T @ self.right_hand_side,
         )
+
+
+def precision_of_weights(prior_precision: Tensor, layer_sizes: tuple[int, ...]) -> Tensor:  # (1,), (L,), (P,) -> (P,)
+    """One precision for each weight, in float64."""
+    precision = prior_precision.double()
+    if len(precision) == len(layer_sizes) != 1:
+        return torch.repeat_interleave(precision, torch.tensor(layer_sizes, device=precision.device))
+    return precision.expand(sum(layer_sizes))
 
 
 class ConditionedPosterior:

@@ -177,7 +177,7 @@ def unfitted(
     **settings: Any,
 ) -> Any:
     model = case.model(dtype) if model is None else model
-    settings = {"num_actions": ENOUGH, **case.keys, **settings}
+    settings = {"policy": "curvature_residual", "num_actions": ENOUGH, **case.keys, **settings}
     return Laplace(model, case.likelihood, subset, "iterncgp", **settings)
 
 

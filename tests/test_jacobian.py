@@ -263,28 +263,24 @@ def test_a_prior_mean_of_the_weights_shifts_the_prior_mean_of_the_outputs(case: 
     close(prior.at(x, buffer).mean, outputs_of(model, x) - new @ shift)
 
 
-def _curvature(case: NetworkCase, outputs: Tensor) -> tuple[Any, Any, Tensor]:
-    """Products with W and a root of it, and W itself (n, n) from the oracle."""
+def _curvature(case: NetworkCase, outputs: Tensor) -> tuple[Any, Tensor]:
+    """The product with W, and W itself (n, n) from the oracle."""
     if case.likelihood == "classification":
         likelihood, W = likelihoods.Softmax(case.num_outputs), oracles.curvature_matrix("softmax", outputs)
     else:
         likelihood = likelihoods.Gaussian(0.5, num_outputs=case.num_outputs)
         W = oracles.curvature_matrix("gaussian", outputs, noise=0.5)
-    return (
-        lambda data, block: likelihood.curvature(outputs[data], block),
-        lambda data, block: likelihood.curvature_root(outputs[data], block),
-        W,
-    )
+    return lambda data, block: likelihood.curvature(outputs[data], block), W
 
 
 @every_case
 def test_curvature_diagonal_is_exact_where_rows_are_few(case: NetworkCase) -> None:
     prior, J, precision, outputs = prior_of(case)
-    curvature, root, W = _curvature(case, outputs)
+    curvature, W = _curvature(case, outputs)
     expected = (J.T @ W @ J).diagonal()
     assert prior.trace_is_exact
-    close(prior.curvature_diagonal(curvature, root), expected)
-    assert prior.curvature_trace(curvature, root) == pytest.approx(float((expected / precision).sum()), rel=1e-10)
+    close(prior.curvature_diagonal(curvature), expected)
+    assert prior.curvature_trace(curvature) == pytest.approx(float((expected / precision).sum()), rel=1e-10)
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 2, 100])
@@ -292,28 +288,28 @@ def test_curvature_diagonal_does_not_depend_on_the_memory_it_is_given(chunk_rows
     case = BY_NAME["mlp"]
     per_row = Jacobian(case.model()).bytes_per_row(3)
     prior, J, _, outputs = prior_of(case, chunk_bytes=chunk_rows * per_row)
-    curvature, root, W = _curvature(case, outputs)
-    close(prior.curvature_diagonal(curvature, root), (J.T @ W @ J).diagonal())
+    curvature, W = _curvature(case, outputs)
+    close(prior.curvature_diagonal(curvature), (J.T @ W @ J).diagonal())
 
 
 @pytest.mark.parametrize("name", ["mlp", "regression with several outputs"])
 def test_curvature_diagonal_is_estimated_without_bias_where_rows_are_many(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mean over many streams of random signs is within five standard errors of the truth, weight by weight."""
+    """The mean over many samples of the data is within five standard errors of the truth, weight by weight."""
     monkeypatch.setattr(ntk, "EXACT_TRACE_ROWS", 0)
     case, repeats = BY_NAME[name], 400
     prior, J, _, outputs = prior_of(case)
-    curvature, root, W = _curvature(case, outputs)
+    curvature, W = _curvature(case, outputs)
     assert not prior.trace_is_exact
     expected, draws = (J.T @ W @ J).diagonal(), []
-    once = prior.curvature_diagonal(curvature, root)
-    torch.testing.assert_close(prior.curvature_diagonal(curvature, root), once, rtol=0, atol=0)  # the same every time
+    once = prior.curvature_diagonal(curvature)
+    torch.testing.assert_close(prior.curvature_diagonal(curvature), once, rtol=0, atol=0)  # the same every time
     made = torch.Generator
     for seed in range(repeats):
         with monkeypatch.context() as patched:
             patched.setattr(torch, "Generator", lambda seed=seed, **kw: _Seeded(made(**kw), seed))
-            draws.append(prior.curvature_diagonal(curvature, root))
+            draws.append(prior.curvature_diagonal(curvature))
     stacked = torch.stack(draws)
     error = stacked.std(0) / repeats**0.5
     assert bool((error > 0).any()), "an estimate that never varies is no estimate"

@@ -1,182 +1,30 @@
-"""What the two flavours share: fitting, predictions, evidence and hyperparameters, all from a `WeightPosterior`.
+"""What the two flavours share: predictions, evidence and hyperparameters, all from a `WeightPosterior`.
 
 laplace-torch's base class turns latent moments into probabilities and samples; this file supplies the moments.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from laplace.baselaplace import BaseFunctionalLaplace
 from laplace.utils.enums import Likelihood, PredType
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ntk_iterncgp.data import FixedOrderData, Inputs, evaluating
+from ntk_iterncgp.data import Inputs, evaluating
+from ntk_iterncgp.laplace_addon.fitting import FittedNetwork
 from ntk_iterncgp.laplace_addon.grid import GivenMoments, search_grid
-from ntk_iterncgp.laplace_addon.saving import fingerprint, flatten, from_state_dict, same_fingerprint, to_state_dict
-from ntk_iterncgp.network import MEANS, NetworkSettings, fit_network
-from ntk_iterncgp.priors.jacobian import DenseRows, NetworkJacobian, Rows
-from ntk_iterncgp.solver import NewtonOptions, Policy, Stopping, resolve_policy
-from ntk_iterncgp.solver.report import FitReport
-from ntk_iterncgp.solver.stopping import whole_number
+from ntk_iterncgp.laplace_addon.saving import from_state_dict, to_state_dict
+from ntk_iterncgp.priors.jacobian import DenseRows, Rows
 from ntk_iterncgp.tuning import tune_by_evidence
-from ntk_iterncgp.weight_posterior import ConditionedPosterior, WeightPosterior
+from ntk_iterncgp.weight_posterior import ConditionedPosterior
 
 
-class IterNCGPLaplace(BaseFunctionalLaplace):
-    """The posterior of the linearised network given all training data. Abstract; the flavours are final.
-
-    Beside laplace-torch's own arguments:
-
-    mean              "network": the predictive mean is the network's output; "refined": the linearised model's mode
-    policy            how actions are chosen: "curvature_residual", "random_subspace", or a callable
-    num_actions       products with the NTK, each one sweep forward+backward and one of Jacobian-vector products
-    actions_per_step  of these, how many per Newton step (mean="refined")
-    max_rank          how many actions to keep (None: all); compression says how they are chosen
-    chunk_bytes       memory for the rows of the Jacobian, in predictions
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        likelihood: Likelihood | str,
-        sigma_noise: float | Tensor = 1.0,
-        prior_precision: float | Tensor = 1.0,
-        prior_mean: float | Tensor = 0.0,
-        temperature: float = 1.0,
-        enable_backprop: bool = False,
-        dict_key_x: str = "input_ids",
-        dict_key_y: str = "labels",
-        *,
-        mean: str = "network",
-        policy: str | Policy = "curvature_residual",
-        num_actions: int = 50,
-        actions_per_step: int = 5,
-        max_rank: int | None = None,
-        compression: str = "mean+trace",
-        newton_tol: float = 1e-2,
-        chunk_bytes: int = 256 * 2**20,
-        seed: int = 0,
-    ) -> None:
-        if likelihood not in (Likelihood.CLASSIFICATION, Likelihood.REGRESSION):
-            raise ValueError(
-                "hessian_structure='iterncgp' expects the likelihood 'classification' or 'regression', but got "
-                f"{likelihood!r}."
-            )
-        if mean not in MEANS:
-            raise ValueError(f"mean expects 'network' or 'refined', but got {mean!r}.")
-        self.settings = NetworkSettings(
-            mean=mean,
-            policy=resolve_policy(policy),
-            stopping=Stopping(
-                whole_number("num_actions", num_actions, at_least=1),
-                whole_number("actions_per_step", actions_per_step, at_least=1),
-                newton_tol=newton_tol,
-            ),
-            options=NewtonOptions(max_rank, compression),
-            chunk_bytes=chunk_bytes,
-            seed=seed,
-        )
-        self._fitted = False
-        super().__init__(
-            model,
-            likelihood,
-            sigma_noise=sigma_noise,
-            prior_precision=prior_precision,
-            prior_mean=prior_mean,
-            temperature=temperature,
-            enable_backprop=enable_backprop,
-            dict_key_x=dict_key_x,
-            dict_key_y=dict_key_y,
-        )
-        self.posterior: WeightPosterior
-        self._report: FitReport | None = None
-        self._conditioned: tuple[tuple[Tensor, Tensor], ConditionedPosterior] | None = None
-
-    # --- where J comes from ------------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def _open(self, loader: DataLoader) -> tuple[NetworkJacobian, FixedOrderData]:
-        """The Jacobian, and the training data as it takes them."""
-
-    @abstractmethod
-    def _rows_at(self, x: Inputs) -> Iterator[Rows]:
-        """The network at new inputs, in parts that fit in `chunk_bytes`."""
-
-    @abstractmethod
-    def _layer_sizes(self) -> tuple[int, ...]:
-        """The numbers of weights of the parameter tensors."""
-
-    @abstractmethod
-    def _parameters(self) -> dict[str, Tensor]:
-        """The weights that are uncertain, by name."""
-
-    # --- fitting -----------------------------------------------------------------------------------------------------
-
-    def fit(self, train_loader: DataLoader, override: bool = True, progress_bar: bool = False) -> None:
-        """Infer the posterior from all data of the loader. On failure the model and an earlier fit are as before."""
-        if not override:
-            raise ValueError("override=False is not offered: the posterior is that of one data set. Fit on all of it.")
-        with evaluating(self.model):
-            jacobian, data = self._open(train_loader)
-            weights = flatten(self._parameters())
-            result = fit_network(
-                jacobian,
-                data,
-                self.likelihood == Likelihood.CLASSIFICATION,
-                prior_precision=self.prior_precision_diag.detach(),
-                noise_scale=float(self._noise_scale.detach()),
-                shift=weights - self.prior_mean,
-                prior_mean=self.prior_mean,
-                layer_sizes=self._layer_sizes(),
-                settings=self.settings,
-                progress_bar=progress_bar,
-            )
-        self.posterior, self._report = result.posterior, result.report
-        self.loss, self.n_data, self.n_outputs = result.loss, result.num_data, result.num_outputs
-        self.mean, self._fingerprint = weights, fingerprint(self.model)
-        self._fitted, self._conditioned = True, None
-
-    def compress(self, max_rank: int) -> None:
-        """Keep the `max_rank` combinations of actions that matter most at this prior: less memory, more variance."""
-        self._check_fitted()
-        max_rank = whole_number("max_rank", max_rank, at_least=1)
-        self.posterior = self.posterior.compress(max_rank, self.prior_precision, self._noise_scale)
-        self._conditioned = None
-
-    @property
-    def report_(self) -> FitReport:
-        """How the fit ended, with advice."""
-        if self._report is None:
-            raise RuntimeError("This posterior has not been fitted in this session. Call fit(train_loader) first.")
-        return self._report
-
-    @property
-    def _noise_scale(self) -> Tensor:
-        """τ = σ²·T."""
-        return 1 / self._H_factor
-
-    def _refresh_posterior(self) -> None:
-        """Called before every prediction: the model must still be that of the fit, frozen weights and buffers too."""
-        current = flatten(self._parameters())
-        if not (torch.equal(current, self.mean) and same_fingerprint(fingerprint(self.model), self._fingerprint)):
-            raise RuntimeError(
-                "The model is expected to have the weights it was fitted with, but they have changed since. Call "
-                "fit(train_loader) again, or load the weights of the fit."
-            )
-
-    def _posterior_now(self) -> ConditionedPosterior:
-        """The posterior for the current prior precision, noise and temperature; kept until one of them changes."""
-        kept, now = self._conditioned, (self.prior_precision.detach(), self._noise_scale.detach())
-        if kept is None or not all(map(torch.equal, kept[0], now)):
-            conditioned = self.posterior.conditioned(*now)
-            self._conditioned = kept = (now[0].clone(), now[1].clone()), conditioned
-        return kept[1]
+class IterNCGPLaplace(FittedNetwork):
+    """The posterior of the linearised network given all training data. Abstract; the flavours are final."""
 
     # --- predictions -------------------------------------------------------------------------------------------------
 

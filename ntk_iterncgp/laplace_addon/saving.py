@@ -58,7 +58,7 @@ def from_state_dict(la: IterNCGPLaplace, state: Mapping[str, Any]) -> None:
     la.prior_precision, la.prior_mean = state["prior_precision"], state["prior_mean"]
     la.sigma_noise, la.temperature = state["sigma_noise"], float(state["temperature"])
     la.loss, la.n_data, la.n_outputs = float(state["loss"]), int(state["n_data"]), int(state["n_outputs"])
-    la._fitted, la._conditioned, la._report = True, None, None
+    la._fitted, la._conditioned, la._report, la._fit = True, None, None, None
 
 
 def _identity(la: IterNCGPLaplace) -> dict[str, Any]:

@@ -66,11 +66,6 @@ class Likelihood(ABC):
         """A diagonal that acts within the range of W as W⁺ does, where there is one. Spares work; may stay None."""
         return None
 
-    def curvature_root(self, latent: Tensor, block: Tensor) -> Tensor:  # (N, C), (N, C, k) -> (N, C, k)
-        """R V with RRᵀ = W, for random cotangents."""
-        eye = torch.eye(self.num_outputs, dtype=latent.dtype, device=latent.device)
-        return covariance_root(self.curvature(latent, eye.expand(len(latent), -1, -1))) @ block
-
     @abstractmethod
     def response(self, latent: Tensor) -> Tensor:  # (..., C) -> (..., C)
         """E[y | f]: what the latent values say about an observation."""
@@ -96,6 +91,15 @@ class Likelihood(ABC):
     def contrasts(self, device: torch.device) -> Tensor:  # (C, q)
         """An orthonormal basis of the range of each datum's W, in float64."""
         return torch.eye(self.num_outputs, dtype=torch.float64, device=device)
+
+    def cotangent(self, latent: Tensor, index: int) -> Tensor:  # (N, C) -> (N, C)
+        """The direction in which each datum is looked at in the `index`-th pass over the data, index < curvature_rank.
+
+        Together they span the range of W; the first says the most.
+        """
+        unit = torch.zeros_like(latent)
+        unit[:, index] = 1
+        return unit
 
     @property
     def curvature_rank(self) -> int:

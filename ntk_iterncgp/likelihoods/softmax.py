@@ -60,11 +60,6 @@ class Softmax(Likelihood):
     def noise_diagonal(self, latent: Tensor) -> Tensor:
         return 1 / self._probabilities(latent)
 
-    def curvature_root(self, latent: Tensor, block: Tensor) -> Tensor:
-        """R = diag(q) (I − qqᵀ) with q = √π of length one."""
-        q = self._probabilities(latent).sqrt()[..., None]
-        return q * (block - q * (q * block).sum(1, keepdim=True))
-
     def project(self, block: Tensor) -> Tensor:
         return block - block.mean(1, keepdim=True)
 
@@ -74,6 +69,12 @@ class Softmax(Likelihood):
         column = classes[1:][None]  # j = 1 … C−1
         below, at = (classes[:, None] < column).double(), (classes[:, None] == column).double()
         return (below - column * at) / torch.sqrt(column * (column + 1))
+
+    def cotangent(self, latent: Tensor, index: int) -> Tensor:
+        """The likeliest class against the next, then against the third, and so on."""
+        ranked = latent.topk(index + 2, 1).indices
+        contrast = torch.zeros_like(latent).scatter_(1, ranked[:, :1], 1)
+        return contrast.scatter_(1, ranked[:, -1:], -1)
 
     def response(self, latent: Tensor) -> Tensor:
         return torch.softmax(latent, -1)

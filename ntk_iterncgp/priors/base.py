@@ -76,8 +76,8 @@ class Prior(ABC):
         _, block = next(self.blocks())
         return float(block.diagonal(dim1=1, dim2=2).max())
 
-    def curvature_trace(self, curvature: Weight, root: Weight) -> float:
-        """tr(W K), for products with W and with a root of it; exact here, a prior may estimate it."""
+    def curvature_trace(self, curvature: Weight) -> float:
+        """tr(W K), for products with W; exact here, a prior may estimate it."""
         total = 0.0
         for data, block in self.blocks():
             total += float(curvature(data, block).diagonal(dim1=1, dim2=2).sum())

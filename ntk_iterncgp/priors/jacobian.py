@@ -21,7 +21,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jacrev, jvp, vmap
+from torch.func import functional_call, jacrev, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ntk_iterncgp.data import Inputs, slice_rows
@@ -89,6 +89,10 @@ class NetworkJacobian(ABC):
     @abstractmethod
     def vjp(self, x: Inputs, cotangents: Tensor) -> Tensor:  # (b, C, k) -> (P, k)
         """JᵀV summed over a batch."""
+
+    @abstractmethod
+    def vjp_each(self, x: Inputs, cotangents: Tensor) -> Tensor:  # (b, C, k) -> (b, k, P)
+        """JᵀV of each datum of a batch."""
 
     @abstractmethod
     def jvp(self, x: Inputs, tangents: Tensor) -> Tensor:  # (P, k) -> (b, C, k)
@@ -186,45 +190,60 @@ class Jacobian(NetworkJacobian):
         return 3 * num_outputs * self.num_params * self.params_bytes  # J, what it is concatenated from, J Λ^{-½}
 
     def rows(self, x: Inputs, num_rows: int) -> DenseRows:
-        with _differentiable_attention():
-            outputs = self.forward(x)
-            if self._vmaps:
-                try:
-                    return DenseRows(outputs, self._rows_together(x, num_rows))
-                except RuntimeError as error:
-                    if "out of memory" in str(error):
-                        raise
-                    warnings.warn(
-                        "This model cannot be vectorised over data (torch.func.vmap says: "
-                        f"{str(error).splitlines()[0][:120]}). Its rows are taken one by one, which is slower.",
-                        stacklevel=2,
-                    )
-                    self._vmaps = False
-            return DenseRows(outputs, self._rows_one_by_one(x, num_rows))
+        def jacobian(outputs: Callable[[dict[str, Tensor]], Tensor]) -> Tensor:  # (C, P)
+            blocks = jacrev(outputs)(self.params)
+            return torch.cat([blocks[name].flatten(1) for name in self.params], 1)
 
-    def _rows_together(self, x: Inputs, num_rows: int) -> Tensor:  # (b, C, P)
+        with _differentiable_attention():
+            return DenseRows(self.forward(x), self._each(jacobian, x, num_rows))
+
+    def vjp_each(self, x: Inputs, cotangents: Tensor) -> Tensor:  # (b, C, k) -> (b, k, P)
+        def pull_back(outputs: Callable[[dict[str, Tensor]], Tensor], block: Tensor) -> Tensor:  # (C, k) -> (k, P)
+            pulled = vmap(vjp(outputs, self.params)[1], in_dims=1)(block)[0]
+            return torch.cat([pulled[name].flatten(1) for name in self.params], 1)
+
+        with torch.no_grad(), _differentiable_attention():
+            return self._each(pull_back, x, len(cotangents), cotangents)
+
+    def _each(self, compute: Callable[..., Tensor], x: Inputs, num_rows: int, *extra: Tensor) -> Tensor:
+        """compute(f, …) for each datum, where f gives its outputs (C,) for given weights, with its rows of `extra`.
+
+        All data together by `vmap`; one by one for a model that cannot be vectorised.
+        """
+        if self._vmaps:
+            try:
+                return self._together(compute, x, num_rows, *extra)
+            except RuntimeError as error:
+                if "out of memory" in str(error):
+                    raise
+                warnings.warn(
+                    "This model cannot be vectorised over data (torch.func.vmap says: "
+                    f"{str(error).splitlines()[0][:120]}). Its rows are taken one by one, which is slower.",
+                    stacklevel=3,
+                )
+                self._vmaps = False
+        parts = []
+        for n in range(num_rows):  # the plain sibling
+            datum = slice_rows(x, slice(n, n + 1), num_rows)
+            parts.append(compute(lambda params, datum=datum: self.forward(datum, params)[0], *(e[n] for e in extra)))
+        return torch.stack(parts)
+
+    def _together(self, compute: Callable[..., Tensor], x: Inputs, num_rows: int, *extra: Tensor) -> Tensor:
+        def whole(datum: Inputs) -> Inputs:
+            return datum[None]
+
         if isinstance(x, Mapping):
             per_datum = {k: v for k, v in x.items() if isinstance(v, Tensor) and v.ndim and len(v) == num_rows}
             shared = {k: v for k, v in x.items() if k not in per_datum}
             kind: Callable[..., Inputs] = type(x)
 
-            def single(params: dict[str, Tensor], datum: dict[str, Tensor]) -> Tensor:
-                return self.forward(kind({**shared, **{k: v[None] for k, v in datum.items()}}), params)[0]
+            def whole(datum: Inputs) -> Inputs:
+                return kind({**shared, **{k: v[None] for k, v in datum.items()}})
 
-            blocks = vmap(jacrev(single), in_dims=(None, 0))(self.params, per_datum)
-        else:
-            blocks = vmap(jacrev(lambda params, datum: self.forward(datum[None], params)[0]), in_dims=(None, 0))(
-                self.params, x
-            )
-        return torch.cat([blocks[name].flatten(2) for name in self.params], 2)
-
-    def _rows_one_by_one(self, x: Inputs, num_rows: int) -> Tensor:  # (b, C, P)
-        rows = []
-        for n in range(num_rows):  # the plain sibling, for models that vmap cannot take
-            datum = slice_rows(x, slice(n, n + 1), num_rows)
-            blocks = jacrev(lambda params, datum=datum: self.forward(datum, params)[0])(self.params)
-            rows.append(torch.cat([blocks[name].flatten(1) for name in self.params], 1))
-        return torch.stack(rows)
+            x = per_datum
+        return vmap(lambda datum, *more: compute(lambda params: self.forward(whole(datum), params)[0], *more))(
+            x, *extra
+        )
 
     # --- flat weight vectors --------------------------------------------------------------------------------------
 

@@ -33,6 +33,10 @@ class LastLayerJacobian(NetworkJacobian):
     def vjp(self, x: Inputs, cotangents: Tensor) -> Tensor:
         return self.flat(torch.einsum("bd,bck->cdk", self.extended(x), cotangents.to(x.dtype)))
 
+    def vjp_each(self, x: Inputs, cotangents: Tensor) -> Tensor:
+        each = torch.einsum("bd,bck->cdbk", self.extended(x), cotangents.to(x.dtype)).flatten(2)
+        return self.flat(each).T.unflatten(0, (len(x), cotangents.shape[2]))
+
     def jvp(self, x: Inputs, tangents: Tensor) -> Tensor:
         return torch.einsum("bd,cdk->bck", self.extended(x), self.matrix(tangents.to(x.dtype)))
 

@@ -19,7 +19,10 @@ from ntk_iterncgp.priors.base import AtInputs, Prior
 from ntk_iterncgp.priors.jacobian import NetworkJacobian, Rows
 
 EXACT_TRACE_ROWS = 4096
-"""Up to this many rows tr(W K) is computed from all rows of J; beyond, it is estimated from random cotangents."""
+"""Up to this many rows tr(W K) is computed from all rows of J; beyond, it is estimated from those of some data."""
+
+SAMPLED_SHARE, MIN_SAMPLED, MAX_SAMPLED = 0.05, 64, 256
+"""The sample: as many data as cost 5 % of an epoch, within limits. On digits 64 data estimate the trace to 5 %."""
 
 
 class NetworkImages(Images):
@@ -134,14 +137,14 @@ class NTKPrior(Prior):
             for data, rows in self.rows():
                 yield data, rows.covariance(self.prior_variance)
 
-    def curvature_trace(self, curvature: Weight, root: Weight) -> float:
-        return float(self.curvature_diagonal(curvature, root) @ self.prior_variance)
+    def curvature_trace(self, curvature: Weight) -> float:
+        return float(self.curvature_diagonal(curvature) @ self.prior_variance)
 
-    def curvature_diagonal(self, curvature: Weight, root: Weight) -> Tensor:  # (P,)
+    def curvature_diagonal(self, curvature: Weight) -> Tensor:  # (P,)
         """The diagonal of JᵀWJ, of which tr(W K) = Σ_p diag_p / λ_p for any prior precision.
 
-        Exact from all rows of J where these are few; else unbiased from one backward pass per batch, whose cotangents
-        are a root of W times random signs: cross terms between data vanish in expectation.
+        Exact from all rows of J where these are few; else unbiased from a sample, each datum drawn with probability
+        in proportion to tr(W_n) and counted by its inverse.
         """
         total = torch.zeros(self.jacobian.num_params, dtype=torch.float64, device=self.device)
         if self.trace_is_exact:
@@ -149,12 +152,31 @@ class NTKPrior(Prior):
                 for data, rows in self.rows():
                     total += rows.curvature_diagonal(partial(curvature, data))
             return total
-        generator = torch.Generator(device=self.device).manual_seed(0)
-        for data, x in self._sweep():
-            shape = (data.stop - data.start, self.num_outputs, 1)
-            signs = torch.randint(0, 2, shape, generator=generator, device=self.device).double() * 2 - 1
-            total += self.jacobian.vjp(x, root(data, signs).to(self.dtype))[:, 0].double().square()
+        sample, counts = self._sample(curvature)
+
+        def counted(part: Tensor, block: Tensor) -> Tensor:
+            return counts[part][:, None, None] * curvature(part, block)
+
+        with torch.no_grad():
+            for part, x in self.data.pick(sample, self.num_data, self._rows_at_once()):
+                total += self.jacobian.rows(x, len(part)).curvature_diagonal(partial(counted, part))
         return total
+
+    def _sample(self, curvature: Weight) -> tuple[Tensor, Tensor]:
+        """Which data are in the sample, and how much each datum of all counts (N,)."""
+        eye = torch.eye(self.num_outputs, dtype=torch.float64, device=self.device)
+        curved = curvature(slice(0, self.num_data), eye.expand(self.num_data, -1, -1))
+        probability = curved.diagonal(dim1=1, dim2=2).sum(1).clamp_min(1e-300)
+        probability = probability / probability.sum()
+        size = int(SAMPLED_SHARE * 3 * self.num_data / (1 + 2 * self.num_outputs))
+        size = min(max(size, MIN_SAMPLED), MAX_SAMPLED)
+        uniform = torch.rand(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        drawn = torch.searchsorted(probability.cumsum(0), uniform.to(self.device)).clamp_max(self.num_data - 1)
+        counts = torch.bincount(drawn, minlength=self.num_data) / (size * probability)
+        return drawn.unique(), counts
+
+    def _rows_at_once(self) -> int:
+        return max(1, self.chunk_bytes // self.jacobian.bytes_per_row(self.num_outputs))
 
 
 def in_parts(

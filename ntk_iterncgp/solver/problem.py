@@ -75,18 +75,15 @@ class Problem:
 
     def curvature_inner(self, latent: Tensor, images: Columns) -> Tensor:  # (B, B)
         """TᵀWT."""
-        return images.weighted_inner(self.curvature_products(latent)[0], images)
+        return images.weighted_inner(self.curvature_product(latent), images)
 
     def curvature_trace(self, latent: Tensor) -> float:
         """tr(W K)."""
-        return self.prior.curvature_trace(*self.curvature_products(latent))
+        return self.prior.curvature_trace(self.curvature_product(latent))
 
-    def curvature_products(self, latent: Tensor) -> tuple[Weight, Weight]:
-        """Products with W and with a root of it, on some data."""
-        return (
-            lambda data, block: self.likelihood.curvature(latent[data], block),
-            lambda data, block: self.likelihood.curvature_root(latent[data], block),
-        )
+    def curvature_product(self, latent: Tensor) -> Weight:
+        """The product with W, on some data."""
+        return lambda data, block: self.likelihood.curvature(latent[data], block)
 
     def _blocks(self, vector: Tensor) -> Tensor:  # (N, C, k)
         return vector.reshape(self.prior.num_data, self.prior.num_outputs, -1)

@@ -31,6 +31,7 @@ class Record:
     relative_residual: float
     information_captured: float
     seconds: float
+    epochs: float | None = None  # of a network: sweeps over its data, in forward+backward passes
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,17 @@ class FitReport:
     information_captured: float
     seconds: float
     history: list[Record] = field(repr=False)
+    epochs: float | None = None
+    trace_is_exact: bool = True  # or else tr(W K) was estimated, and with it the information captured
 
     def __str__(self) -> str:
+        costs = [] if self.epochs is None else [f"{self.epochs:.1f} epochs"]
+        if self.num_products:
+            costs += [f"{self.num_products} products", f"{self.num_newton_steps} Newton steps"]
+        bound = "at least" if self.trace_is_exact else "an estimated"
         return (
-            f"{self.status}: {self.num_products} products, {self.num_newton_steps} Newton steps, rank {self.rank}, "
-            f"at least {100 * self.information_captured:.1f} % of the information captured, {self.seconds:.1f} s. "
-            f"{self.advice}"
+            f"{self.status}: {', '.join(costs)}, rank {self.rank}, {bound} {100 * self.information_captured:.1f} % "
+            f"of the information captured, {self.seconds:.1f} s. {self.advice}"
         )
 
 

@@ -1,0 +1,223 @@
+"""The first half of a flavour: settings, fitting, refining, and the posterior for the current hyperparameters."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+
+import torch
+from laplace.baselaplace import BaseFunctionalLaplace
+from laplace.utils.enums import Likelihood
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from ntk_iterncgp.data import FixedOrderData, Inputs, evaluating
+from ntk_iterncgp.laplace_addon.saving import fingerprint, flatten, same_fingerprint
+from ntk_iterncgp.network import (
+    CLUSTERS,
+    MEANS,
+    Budget,
+    LinearisedNetwork,
+    NetworkFit,
+    NetworkSettings,
+    fit_network,
+    refine_network,
+)
+from ntk_iterncgp.priors.jacobian import NetworkJacobian, Rows
+from ntk_iterncgp.solver import NewtonOptions, Policy, Stopping, resolve_policy
+from ntk_iterncgp.solver.report import FitReport
+from ntk_iterncgp.solver.stopping import whole_number
+from ntk_iterncgp.weight_posterior import ConditionedPosterior, WeightPosterior
+
+
+class FittedNetwork(BaseFunctionalLaplace):
+    """The posterior of the linearised network given all training data. Abstract; the flavours are final.
+
+    Beside laplace-torch's own arguments:
+
+    mean              "network": the predictive mean is the network's output; "refined": the linearised model's mode
+    policy            how actions are chosen: "clusters" (one epoch for all of them; the default for mean="network"),
+                      "curvature_residual" (the default for mean="refined"), "random_subspace", or a callable
+    num_actions       how many: groups of data for "clusters" (200), else products with the NTK (50), each one sweep
+                      forward+backward and one of Jacobian-vector products
+    cotangents        directions for each datum, for "clusters": q of them take (1 + 2q)/3 epochs for q·num_actions
+    max_epochs        where to stop "clusters" before all groups are done
+    actions_per_step  of these, how many per Newton step (mean="refined")
+    max_rank          how many actions to keep (None: all); compression says how they are chosen
+    chunk_bytes       memory for the rows of the Jacobian, in predictions
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        sigma_noise: float | Tensor = 1.0,
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float = 1.0,
+        enable_backprop: bool = False,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        *,
+        mean: str = "network",
+        policy: str | Policy | None = None,
+        num_actions: int | None = None,
+        cotangents: int = 1,
+        max_epochs: float | None = None,
+        actions_per_step: int = 5,
+        max_rank: int | None = None,
+        compression: str = "mean+trace",
+        newton_tol: float = 1e-2,
+        chunk_bytes: int = 256 * 2**20,
+        seed: int = 0,
+    ) -> None:
+        if likelihood not in (Likelihood.CLASSIFICATION, Likelihood.REGRESSION):
+            raise ValueError(
+                "hessian_structure='iterncgp' expects the likelihood 'classification' or 'regression', but got "
+                f"{likelihood!r}."
+            )
+        if mean not in MEANS:
+            raise ValueError(f"mean expects 'network' or 'refined', but got {mean!r}.")
+        if policy is None:
+            policy = CLUSTERS if mean == "network" else "curvature_residual"
+        in_groups = policy == CLUSTERS
+        if num_actions is None:
+            num_actions = 200 if in_groups else 50
+        num_actions = whole_number("num_actions", num_actions, at_least=1)
+        self.settings = NetworkSettings(
+            mean=mean,
+            policy=None if in_groups else resolve_policy(policy),
+            num_actions=num_actions,
+            cotangents=whole_number("cotangents", cotangents, at_least=1),
+            max_epochs=Budget(epochs=max_epochs).epochs,
+            stopping=Stopping(
+                num_actions,
+                whole_number("actions_per_step", actions_per_step, at_least=1),
+                newton_tol=newton_tol,
+            ),
+            options=NewtonOptions(max_rank, compression),
+            chunk_bytes=chunk_bytes,
+            seed=seed,
+        )
+        self._fitted = False
+        super().__init__(
+            model,
+            likelihood,
+            sigma_noise=sigma_noise,
+            prior_precision=prior_precision,
+            prior_mean=prior_mean,
+            temperature=temperature,
+            enable_backprop=enable_backprop,
+            dict_key_x=dict_key_x,
+            dict_key_y=dict_key_y,
+        )
+        self.posterior: WeightPosterior
+        self._report: FitReport | None = None
+        self._fit: NetworkFit | None = None  # what refine goes on from
+        self._conditioned: tuple[tuple[Tensor, Tensor], ConditionedPosterior] | None = None
+
+    # --- where J comes from ------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _open(self, loader: DataLoader) -> tuple[NetworkJacobian, FixedOrderData]:
+        """The Jacobian, and the training data as it takes them."""
+
+    @abstractmethod
+    def _rows_at(self, x: Inputs) -> Iterator[Rows]:
+        """The network at new inputs, in parts that fit in `chunk_bytes`."""
+
+    @abstractmethod
+    def _layer_sizes(self) -> tuple[int, ...]:
+        """The numbers of weights of the parameter tensors."""
+
+    @abstractmethod
+    def _parameters(self) -> dict[str, Tensor]:
+        """The weights that are uncertain, by name."""
+
+    # --- fitting -----------------------------------------------------------------------------------------------------
+
+    def fit(self, train_loader: DataLoader, override: bool = True, progress_bar: bool = False) -> None:
+        """Infer the posterior from all data of the loader. On failure the model and an earlier fit are as before."""
+        if not override:
+            raise ValueError("override=False is not offered: the posterior is that of one data set. Fit on all of it.")
+        with evaluating(self.model):
+            self._take(fit_network(self._network(train_loader), self.settings, progress_bar=progress_bar))
+
+    def refine(
+        self,
+        train_loader: DataLoader,
+        *,
+        epochs: float | None = None,
+        seconds: float | None = None,
+        progress_bar: bool = False,
+    ) -> None:
+        """Spend more on the same data, from where the fit stopped: the variance only falls."""
+        self._check_fitted()
+        if epochs is None and seconds is None:
+            raise ValueError("refine expects epochs=… or seconds=…, but got neither.")
+        if self._fit is None:
+            raise RuntimeError(
+                "A loaded posterior holds what predictions need, not the actions that more would be added to. Call "
+                "fit(train_loader) to start again."
+            )
+        self._refresh_posterior()
+        with evaluating(self.model):
+            network = self._network(train_loader)
+            self._take(
+                refine_network(self._fit, network, self.settings, Budget(epochs, seconds), progress_bar=progress_bar)
+            )
+
+    def _network(self, loader: DataLoader) -> LinearisedNetwork:
+        jacobian, data = self._open(loader)
+        return LinearisedNetwork(
+            jacobian,
+            data,
+            self.likelihood == Likelihood.CLASSIFICATION,
+            prior_precision=self.prior_precision.detach(),
+            noise_scale=self._noise_scale.detach(),
+            shift=flatten(self._parameters()) - self.prior_mean,
+            prior_mean=self.prior_mean,
+            layer_sizes=self._layer_sizes(),
+        )
+
+    def _take(self, result: NetworkFit) -> None:
+        self._fit, self.posterior, self._report = result, result.posterior, result.report
+        self.loss, self.n_data, self.n_outputs = result.loss, result.num_data, result.num_outputs
+        self.mean, self._fingerprint = flatten(self._parameters()), fingerprint(self.model)
+        self._fitted, self._conditioned = True, None
+
+    def compress(self, max_rank: int) -> None:
+        """Keep the `max_rank` combinations of actions that matter most at this prior: less memory, more variance."""
+        self._check_fitted()
+        max_rank = whole_number("max_rank", max_rank, at_least=1)
+        self.posterior = self.posterior.compress(max_rank, self.prior_precision, self._noise_scale)
+        self._conditioned = None
+
+    @property
+    def report_(self) -> FitReport:
+        """How the fit ended, with advice."""
+        if self._report is None:
+            raise RuntimeError("This posterior has not been fitted in this session. Call fit(train_loader) first.")
+        return self._report
+
+    @property
+    def _noise_scale(self) -> Tensor:
+        """τ = σ²·T."""
+        return 1 / self._H_factor
+
+    def _refresh_posterior(self) -> None:
+        """Called before every prediction: the model must still be that of the fit, frozen weights and buffers too."""
+        current = flatten(self._parameters())
+        if not (torch.equal(current, self.mean) and same_fingerprint(fingerprint(self.model), self._fingerprint)):
+            raise RuntimeError(
+                "The model is expected to have the weights it was fitted with, but they have changed since. Call "
+                "fit(train_loader) again, or load the weights of the fit."
+            )
+
+    def _posterior_now(self) -> ConditionedPosterior:
+        """The posterior for the current prior precision, noise and temperature; kept until one of them changes."""
+        kept, now = self._conditioned, (self.prior_precision.detach(), self._noise_scale.detach())
+        if kept is None or not all(map(torch.equal, kept[0], now)):
+            conditioned = self.posterior.conditioned(*now)
+            self._conditioned = kept = (now[0].clone(), now[1].clone()), conditioned
+        return kept[1]

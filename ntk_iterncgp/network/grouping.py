@@ -1,0 +1,116 @@
+"""Which data belong together: the groups of `policy="clusters"`.
+
+One action per group sums the gradients of its data, so a group should hold data whose gradients agree: the same
+direction in the outputs (the contrast W u between two classes) and similar features of the last layer, of which the
+gradient is the product. Weighted k-means on both, the weight of a datum being how undecided it is, tr(W_n): decided
+data carry no information, and no group should be spent on them.
+
+On digits (two networks, three seeds) 100 groups made this way get 83.6 % of the exact contraction of the variance,
+k-means without the weights 81.8 %, groups at random 78.5 %.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from ntk_iterncgp.data import Inputs
+
+ITERATIONS = 10
+MAX_FEATURES = 128  # longer features are projected at random, which keeps their distances
+DISTANCE_ENTRIES = 2**22  # of the matrix of distances between data and centres, at once
+
+
+def group(
+    features: Tensor,  # (N, D)
+    directions: Tensor,  # W u (N, C)
+    weights: Tensor,  # (N,)
+    num_groups: int,
+    generator: torch.Generator,
+) -> Tensor:  # (N,)
+    """The number of each datum's group, from 0 without gaps; the groups are in order of their weight, largest first."""
+    unit = directions / torch.linalg.vector_norm(directions, dim=1, keepdim=True).clamp_min(1e-300)
+    features = features.float()
+    size = torch.linalg.vector_norm(features, dim=1).mean()
+    points = torch.cat([features, size * unit.float()], 1)
+    weights = weights.float() / weights.max().clamp_min(1e-300)
+    labels = _kmeans(points, weights.clamp_min(1e-12), num_groups, generator)
+    total = torch.zeros(num_groups, device=labels.device).index_add_(0, labels, weights)
+    counts = torch.bincount(labels, minlength=num_groups)
+    order = torch.where(counts > 0, total, -1.0).argsort(descending=True)
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(num_groups, device=order.device)
+    return rank[labels]
+
+
+def _kmeans(points: Tensor, weights: Tensor, num_groups: int, generator: torch.Generator) -> Tensor:  # (N,)
+    """Lloyd's iteration from centres drawn in proportion to the weights."""
+    if num_groups >= len(points):
+        return torch.arange(len(points), device=points.device)
+    start = _draw(weights, num_groups, generator)
+    centres = points[start].clone()
+    for _ in range(ITERATIONS):
+        labels = _nearest(points, centres)
+        mass = torch.zeros(num_groups, device=points.device).index_add_(0, labels, weights)
+        sums = torch.zeros_like(centres).index_add_(0, labels, weights[:, None] * points)
+        centres = torch.where(mass[:, None] > 0, sums / mass.clamp_min(1e-38)[:, None], centres)
+    return _nearest(points, centres)
+
+
+def _draw(weights: Tensor, number: int, generator: torch.Generator) -> Tensor:
+    """Without replacement in proportion to the weights (by exponential clocks: `multinomial` stops at 2^24 data)."""
+    clocks = torch.empty(len(weights)).exponential_(generator=generator).to(weights.device)
+    return (weights.log() - clocks.log()).topk(number).indices
+
+
+def _nearest(points: Tensor, centres: Tensor) -> Tensor:  # (N,)
+    norms = centres.square().sum(1)
+    parts = points.split(1 + DISTANCE_ENTRIES // len(centres))
+    return torch.cat([torch.addmm(norms, part, centres.T, alpha=-2).argmin(1) for part in parts])
+
+
+# --- features -----------------------------------------------------------------------------------------------------
+
+
+class Sketch:
+    """Features of at most `MAX_FEATURES` numbers: short ones as they are, long ones projected at random."""
+
+    def __init__(self) -> None:
+        self._projection: Tensor | None = None
+
+    def __call__(self, features: Tensor) -> Tensor:  # (b, D) -> (b, ≤ 128)
+        size = features.shape[1]
+        if size <= MAX_FEATURES:
+            return features.float()
+        if self._projection is None:
+            drawn = torch.randn(size, MAX_FEATURES, generator=torch.Generator().manual_seed(0)) / MAX_FEATURES**0.5
+            self._projection = drawn.to(features.device)
+        return features.float() @ self._projection
+
+
+@contextmanager
+def last_features(model: nn.Module) -> Iterator[Callable[[int], Tensor | None]]:
+    """While open, tells what went into the model's last linear layer in the latest forward pass, as (b, D).
+
+    None where there is no such layer, or where its input does not have one row per datum.
+    """
+    latest: list[Tensor] = []
+
+    def remember(module: nn.Module, inputs: tuple[Inputs, ...]) -> None:
+        if inputs and isinstance(inputs[0], Tensor):
+            latest[:] = [inputs[0].detach()]
+
+    def features(num_rows: int) -> Tensor | None:
+        if not latest or latest[0].ndim < 2 or len(latest[0]) != num_rows:
+            return None
+        return latest.pop().flatten(1)
+
+    hooks = [m.register_forward_pre_hook(remember) for m in model.modules() if isinstance(m, nn.Linear)]
+    try:
+        yield features
+    finally:
+        for hook in hooks:
+            hook.remove()

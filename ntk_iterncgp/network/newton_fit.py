@@ -1,0 +1,197 @@
+"""A network fit by products with the NTK: the solver and its policies, on the prior of a linearised network."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import torch
+
+from ntk_iterncgp.network.linearised import (
+    PRODUCT_EPOCHS,
+    Budget,
+    LinearisedNetwork,
+    NetworkFit,
+    NetworkSettings,
+    checked_targets,
+)
+from ntk_iterncgp.priors.ntk import NetworkImages, NTKPrior, sweep_outputs
+from ntk_iterncgp.solver import (
+    Anchor,
+    Problem,
+    RandomSubspace,
+    Status,
+    compress,
+    initial_state,
+    newton,
+    refine,
+)
+from ntk_iterncgp.solver.inner import inner_loop
+from ntk_iterncgp.solver.report import Record, Run, drive
+from ntk_iterncgp.solver.state import State
+from ntk_iterncgp.weight_posterior import WeightPosterior
+
+
+def fit_by_products(network: LinearisedNetwork, settings: NetworkSettings, *, progress_bar: bool) -> NetworkFit:
+    outputs, targets = sweep_outputs(network.jacobian, network.data)
+    noise_scale = float(network.noise_scale)
+    likelihood = network.likelihood(outputs, noise_scale)
+    targets = checked_targets(likelihood, outputs, targets)
+    prior_precision = network.weight_precision
+    if network.classification:  # tempering the likelihood by T is the same as multiplying the prior precision by T
+        prior_precision = noise_scale * prior_precision
+    refined = settings.mean == "refined"
+    prior = NTKPrior(
+        network.jacobian,
+        network.data,
+        outputs,
+        prior_precision,
+        shift=network.shift if refined else None,
+        chunk_bytes=settings.chunk_bytes,
+    )
+    anchor = None
+    if refined:
+        anchor = Anchor(
+            (outputs.double() - prior.mean).flatten(), float(prior_precision.double() @ network.shift.double() ** 2)
+        )
+    problem = Problem(prior, likelihood, targets, anchor)
+    capacity = min(settings.stopping.max_products, problem.curvature_rank)
+    start = initial_state(problem, seed=settings.seed, capacity=capacity)
+    return _finish(start, _run(start, settings), network, settings, progress_bar, history=[])
+
+
+def refine_by_products(
+    fitted: NetworkFit, network: LinearisedNetwork, settings: NetworkSettings, budget: Budget, *, progress_bar: bool
+) -> NetworkFit:
+    """More products from where the last run stopped."""
+    state = _with_data(fitted.progress, network)
+    products = 10**9 if budget.epochs is None else max(1, round(budget.epochs / PRODUCT_EPOCHS))
+    left = state.problem.curvature_rank - state.buffer.size
+    stopping = replace(settings.stopping, max_products=max(1, min(products, left)))
+    run = _run(state, replace(settings, stopping=stopping), go_on=True)
+    return _finish(state, _until(run, state, budget), network, settings, progress_bar, history=fitted.report.history)
+
+
+def _with_data(state: State, network: LinearisedNetwork) -> State:
+    """The state with its sweeps going over the data at hand, which must be those of the fit."""
+    prior = state.problem.prior
+    assert isinstance(prior, NTKPrior)
+    prior.jacobian, prior.data = network.jacobian, network.data
+    return state
+
+
+def _until(run: Run, state: State, budget: Budget) -> Run:
+    """A run that ends when the seconds are spent."""
+    started = time.perf_counter()
+    while True:
+        try:
+            state = next(run)
+        except StopIteration as end:
+            return end.value
+        yield state
+        if budget.is_spent(-1.0, started):
+            return state, Status.BUDGET
+
+
+def _run(state: State, settings: NetworkSettings, *, go_on: bool = False) -> Run:
+    if settings.mean == "refined":
+        return _refined_run(state, settings, go_on)
+    return _linear_run(state, settings)
+
+
+def _finish(
+    state: State,
+    run: Run,
+    network: LinearisedNetwork,
+    settings: NetworkSettings,
+    progress_bar: bool,
+    history: list[Record],
+) -> NetworkFit:
+    state, report = drive(
+        run,
+        state,
+        max_products=settings.stopping.max_products,
+        progress_bar=progress_bar,
+        callback=None,
+        history=history,
+    )
+    posterior = _weight_posterior(state, network, settings.mean == "refined")
+    report = replace(
+        report,
+        advice=_advice(report.status),
+        epochs=1 / 3 + PRODUCT_EPOCHS * report.num_products,
+        trace_is_exact=posterior.trace_is_exact,
+    )
+    loss = _loss(state, network.classification, settings.mean == "refined")
+    num_data, num_outputs = state.latent.shape
+    return NetworkFit(posterior, loss, num_data, num_outputs, report, state)
+
+
+def _loss(state: State, classification: bool, refined: bool) -> float:
+    """−log p(y | f) for unit noise without constants. For a refined mean it is that of the Gaussian to which the
+    likelihood is expanded, less its quadratic part, −log p − ½∇ᵀW⁺∇: the rest, bᵀ(K + W⁺)⁻¹b, depends on the prior."""
+    problem = state.problem
+    if not classification:
+        return 0.0 if refined else 0.5 * float((state.latent - problem.targets).square().sum())
+    loss = -problem.log_prob(state.latent)
+    return loss - 0.5 * float(state.score @ problem.noise(state.latent, state.score)) if refined else loss
+
+
+def _advice(status: str) -> str:
+    if status == Status.EXHAUSTED:
+        return "There is no new action: all that the data say has been used."
+    if status == Status.NEWTON_STEPS:
+        return "The mean had not converged when the Newton steps ran out. Use more actions per step."
+    return "refine(train_loader, epochs=…) contracts the variance further."
+
+
+def _linear_run(state: State, settings: NetworkSettings) -> Run:
+    """One linear system at the network's outputs: all products go into the variance."""
+    prior = state.problem.prior
+    limit = prior.num_products + settings.stopping.max_products
+    status = Status.EXHAUSTED
+    for policy in (settings.product_policy, RandomSubspace()):
+        left = limit - prior.num_products
+        if status is Status.EXHAUSTED and left > 0:
+            state, status = yield from inner_loop(state, policy, max_products=left, residual_tol=0.0)
+    max_rank = settings.options.max_rank
+    if max_rank is not None and state.buffer.size > max_rank:
+        state = compress(state, max_rank, settings.options.compression)
+        yield state
+    return state, status
+
+
+def _refined_run(state: State, settings: NetworkSettings, go_on: bool) -> Run:
+    """Newton to the mode, then what is left of the products into the variance."""
+    prior = state.problem.prior
+    limit = prior.num_products + settings.stopping.max_products
+    status = Status.CONVERGED
+    if not go_on:
+        state, status = yield from newton(state, settings.product_policy, settings.stopping, settings.options)
+    left = limit - prior.num_products
+    if left > 0:
+        rest = replace(settings.stopping, max_products=left)
+        state, status = yield from refine(state, settings.product_policy, rest, settings.options)
+    return state, status
+
+
+def _weight_posterior(state: State, network: LinearisedNetwork, refined: bool) -> WeightPosterior:
+    noise_scale = 1.0 if network.classification else float(network.noise_scale)
+    prior, images = state.problem.prior, state.buffer.images
+    assert isinstance(prior, NTKPrior) and isinstance(images, NetworkImages)
+    capacity = len(images.weights.storage)
+    matrix = state.gram + state.noise_gram
+    matrix.diagonal().add_(state.rounding)
+    right_hand_side = matrix @ state.iterate.coefficients
+    diagonal = prior.curvature_diagonal(state.problem.curvature_product(state.latent))
+    return WeightPosterior(
+        images=images.weights.matrix.clone() if images.size < capacity else images.weights.matrix,
+        noise_gram=state.noise_gram / noise_scale,
+        right_hand_side=right_hand_side if refined else torch.zeros_like(right_hand_side),
+        anchor_share=state.iterate.anchor_share,
+        prior_mean=network.prior_mean.detach().reshape(-1).clone(),
+        curvature_diagonal=diagonal * noise_scale,
+        curvature_rank=state.problem.curvature_rank,
+        layer_sizes=network.layer_sizes,
+        trace_is_exact=prior.trace_is_exact,
+    )
