@@ -59,6 +59,10 @@ class FixedOrderData:
             )
         return to_device(batch[0], self.device), batch[1].to(self.device)
 
+    def num_data(self, rows_of_first: int) -> int:
+        """How many data there are, counted without loading them; from the first batch where they only come in order."""
+        return len(self._source[1]) if self._source is not None else len(self) * rows_of_first
+
     def can_jump(self, num_data: int) -> bool:
         """Whether these data can be visited in any order: a map-style dataset, of which each item became one row."""
         return self._source is not None and len(self._source[1]) == num_data

@@ -3,11 +3,17 @@
 probit      closed form where there is one (Gaussian, Poisson), the probit approximation for classification. Cheap;
             for softmax it uses the diagonal of the C×C covariance alone
 quadrature  fixed points: Gauss–Hermite for one output, quasi-random for several. Deterministic, uses the whole
-            covariance
+            covariance. For softmax with ten classes 512 points are as accurate as ten thousand plain samples
 mc          plain Monte Carlo with the whole covariance
+
+and what the spread of the latent Gaussian says about an input (`uncertainty`).
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -17,6 +23,7 @@ from ntk_iterncgp.likelihoods.quadrature import covariance_root, normal_points
 from ntk_iterncgp.posterior import standard_normal_quantile
 
 LINKS = ("probit", "quadrature", "mc")
+POINT_ENTRIES = 2**20  # latent values of points at once
 
 
 def check_link(link: str) -> None:
@@ -39,15 +46,82 @@ def expected_response(
         raise ValueError(f"num_samples expects a whole number of at least 1, but got {num_samples}.")
     if link == "probit":
         return likelihood.expected_response(mean, covariance.diagonal(dim1=1, dim2=2))
-    root = covariance_root(covariance)
     if link == "quadrature":
         points, weights = normal_points(mean.shape[1], num_samples, mean.device)
     else:
         shape = (num_samples, mean.shape[1])
         points = torch.randn(shape, generator=generator, dtype=mean.dtype, device=mean.device)
         weights = torch.full((num_samples,), 1 / num_samples, dtype=mean.dtype, device=mean.device)
-    latent = mean[:, None] + points.to(mean.dtype) @ root.mT  # (b, q, C)
-    return torch.einsum("q,bqc->bc", weights.to(mean.dtype), likelihood.response(latent))
+    points, weights = points.to(mean.dtype), weights.to(mean.dtype)
+
+    def some(mean: Tensor, covariance: Tensor) -> Tensor:
+        latent = mean[:, None] + points @ covariance_root(covariance).mT  # (b, q, C)
+        return torch.einsum("q,bqc->bc", weights, likelihood.response(latent))
+
+    return _in_chunks(some, mean, covariance, len(points))
+
+
+def _in_chunks(function: Callable[..., Tensor], mean: Tensor, covariance: Tensor, num_points: int) -> Tensor:
+    """Inputs a few at a time, so that all points of all inputs are never held at once."""
+    size = 1 + POINT_ENTRIES // (num_points * mean.shape[1])
+    parts = zip(mean.split(size), covariance.split(size), strict=True)
+    return torch.cat([function(*part) for part in parts])
+
+
+@dataclass(frozen=True, eq=False)
+class Uncertainty:
+    """Per input (b,): how uncertain its prediction is, in nats, and why.
+
+    entropy = epistemic + aleatoric. The epistemic part (the mutual information between weights and label) is what more
+    data would remove; the aleatoric part is noise in the labels themselves.
+    """
+
+    entropy: Tensor
+    epistemic: Tensor
+    aleatoric: Tensor
+    variance: Tensor  # the trace of the latent covariance
+    margin_variance: Tensor | None  # of the difference between the two largest logits; None for regression
+
+    def __len__(self) -> int:
+        return len(self.entropy)
+
+    def __str__(self) -> str:
+        columns = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) is not None]
+        lines = ["input  " + "  ".join(f"{name:>15}" for name, _ in columns)]
+        for n in range(min(len(self), 20)):
+            lines.append(f"{n:>5}  " + "  ".join(f"{float(values[n]):>15.4f}" for _, values in columns))
+        if len(self) > 20:
+            lines.append(f"… and {len(self) - 20} more")
+        return "\n".join(lines)
+
+
+def classification_uncertainty(mean: Tensor, covariance: Tensor, *, num_samples: int = 512) -> Uncertainty:
+    """From latent moments (b, C) and (b, C, C) of a softmax, by fixed quasi-random points."""
+    points, weights = normal_points(mean.shape[1], num_samples, mean.device)
+    points, weights = points.to(mean.dtype), weights.to(mean.dtype)
+
+    def entropies(mean: Tensor, covariance: Tensor) -> Tensor:  # (b, 2)
+        log_p = torch.log_softmax(mean[:, None] + points @ covariance_root(covariance).mT, -1)  # (b, q, C)
+        aleatoric = torch.einsum("q,bq->b", weights, -(log_p.exp() * log_p).sum(-1))
+        p = torch.einsum("q,bqc->bc", weights, log_p.exp())
+        return torch.stack([torch.special.entr(p).sum(1), aleatoric], 1)
+
+    total, aleatoric = _in_chunks(entropies, mean, covariance, len(points)).unbind(1)
+    top = mean.topk(2, 1).indices
+    contrast = torch.zeros_like(mean).scatter_(1, top[:, :1], 1).scatter_(1, top[:, 1:], -1)
+    margin = torch.einsum("bc,bcd,bd->b", contrast, covariance, contrast)
+    variance = covariance.diagonal(dim1=1, dim2=2).sum(1)
+    return Uncertainty(total, (total - aleatoric).clamp_min(0), aleatoric, variance, margin)
+
+
+def regression_uncertainty(covariance: Tensor, noise_variance: Tensor) -> Uncertainty:  # (b, C, C)
+    """Entropies of Gaussians: of an observation, and of its noise alone."""
+    C = covariance.shape[1]
+    eye = torch.eye(C, dtype=covariance.dtype, device=covariance.device)
+    epistemic = 0.5 * torch.logdet(eye + covariance / noise_variance)
+    aleatoric = 0.5 * C * (2 * math.pi * math.e * noise_variance).log().expand_as(epistemic)
+    variance = covariance.diagonal(dim1=1, dim2=2).sum(1)
+    return Uncertainty(epistemic + aleatoric, epistemic, aleatoric, variance, None)
 
 
 def credible_interval(

@@ -5,7 +5,8 @@ By a validation set: the rows of J at its inputs are needed once. With unit prec
 
     cov(δ) = J Jᵀ/δ − (J A/δ) M(δ)⁻¹ (J A/δ)ᵀ
 
-for every precision δ of the grid, so fifty candidates cost little more than one.
+for every precision δ of the grid, so fifty candidates cost little more than one. Kept layer by layer, they give the
+covariance for a precision per layer, and its gradient.
 """
 
 from __future__ import annotations
@@ -41,14 +42,8 @@ def tune_by_evidence(
     progress_bar: bool,
 ) -> Tensor:
     """The precision that maximises `evidence`, by Adam on its logarithm."""
-    if structure not in STRUCTURES:
-        raise ValueError(
-            f"prior_structure expects 'scalar' or 'layerwise', but got {structure!r}. One precision per weight has far "
-            "more freedom than the evidence can settle."
-        )
     initial = torch.as_tensor(start, dtype=like.dtype, device=like.device).reshape(-1)
-    if len(initial) == 1 and structure == "layerwise":
-        initial = initial.expand(num_layers)
+    initial = starting_precision(initial, structure, num_layers)
     log_precision = initial.log().clone().requires_grad_()
     optimizer = torch.optim.Adam([log_precision], lr=learning_rate)
     best, best_value = initial.clone(), -float("inf")
@@ -63,39 +58,74 @@ def tune_by_evidence(
     return last if evidence(last).item() >= best_value else best
 
 
+def starting_precision(start: Tensor, structure: str, num_layers: int) -> Tensor:  # (1,) or (L,)
+    if structure not in STRUCTURES:
+        raise ValueError(
+            f"prior_structure expects 'scalar' or 'layerwise', but got {structure!r}. One precision per weight has far "
+            "more freedom than the data can settle."
+        )
+    return start.expand(num_layers) if len(start) == 1 and structure == "layerwise" else start
+
+
 @dataclass(frozen=True, eq=False)
 class ValidationPart:
-    """Some validation inputs seen through the network with unit prior precision."""
+    """Some validation inputs seen through the network with unit prior precision, layer by layer or all in one."""
 
     outputs: Tensor  # f(x; θ*) (b, C)
     shifted: Tensor  # J(x)(θ* − μ₀) (b, C)
-    covariance: Tensor  # J Jᵀ (b, C, C)
-    cross: Tensor  # J A (b, C, B)
+    covariance: Tensor  # J_l J_lᵀ (l, b, C, C)
+    cross: Tensor  # J_l A_l (l, b, C, B)
     targets: Tensor
 
     @classmethod
-    def of(cls, rows: Rows, posterior: WeightPosterior, shift: Tensor, targets: Tensor) -> ValidationPart:
-        ones = torch.ones(len(posterior.images), dtype=torch.float64, device=posterior.images.device)
-        return cls(
-            rows.outputs.double(),
-            rows.times(shift[:, None])[..., 0],
-            rows.covariance(ones),
-            rows.times(posterior.images).to(posterior.images.dtype),
-            targets,
-        )
+    def of(
+        cls, rows: Rows, posterior: WeightPosterior, shift: Tensor, targets: Tensor, *, layerwise: bool = False
+    ) -> ValidationPart:
+        sizes = posterior.layer_sizes if layerwise else (len(posterior.images),)
+        cross, covariance = zip(*rows.by_layer(posterior.images, sizes), strict=True)
+        shifted = rows.times(shift[:, None])[..., 0]
+        dtype = posterior.images.dtype
+        return cls(rows.outputs.double(), shifted, torch.stack(covariance), torch.stack(cross).to(dtype), targets)
 
     def moments(
         self, posterior: WeightPosterior, precision: Tensor, noise_scale: Tensor, *, refined: bool
     ) -> tuple[Tensor, Tensor]:
-        """Mean and covariance for one scalar precision."""
+        """Mean and covariance for a precision of one number, or of one per layer; differentiable in it."""
         factor = posterior.factor(precision, noise_scale)
-        cross = self.cross.double() / precision
+        each = 1 / precision.double().reshape(-1, 1, 1, 1)
+        cross, prior = (each * self.cross).sum(0), (each * self.covariance).sum(0)
         half = factor.half_solve(cross.flatten(0, 1).T).T.unflatten(0, cross.shape[:2])
         mean = self.outputs
         if refined:
             weights = factor.solve(posterior.right_hand_side[:, None])
             mean = mean - self.shifted + (cross @ weights)[..., 0]
-        return mean, self.covariance / precision - half @ half.mT
+        return mean, prior - half @ half.mT
+
+
+class ScalarPath:
+    """The validation set in the eigenbasis of R^{-½} AᵀA R^{-½}: each further precision δ costs one small product.
+
+    cov(δ) = J Jᵀ/δ − Z diag(1 / (δ(γ + δτ))) Zᵀ,    Z = J A R^{-½} V
+    """
+
+    def __init__(self, posterior: WeightPosterior, parts: Sequence[ValidationPart], noise_scale: Tensor) -> None:
+        lower = torch.linalg.cholesky(posterior.noise_gram)
+        half = torch.linalg.solve_triangular(lower, posterior.unit_gram, upper=False)
+        whitened = torch.linalg.solve_triangular(lower, half.T, upper=False)
+        self.gamma, vectors = torch.linalg.eigh(0.5 * (whitened + whitened.T))
+        basis = torch.linalg.solve_triangular(lower.T, vectors, upper=True)  # R^{-½} V
+        self.noise_scale = noise_scale.double()
+        self.rotated = [part.cross[0] @ basis.to(part.cross.dtype) for part in parts]
+        self.parts = parts
+
+    def moments(self, precision: Tensor) -> list[Moments]:
+        removed = 1 / (precision * (self.gamma.clamp_min(0) + precision * self.noise_scale))
+        result = []
+        for part, Z in zip(self.parts, self.rotated, strict=True):
+            scaled = Z * removed.sqrt().to(Z.dtype)
+            covariance = part.covariance[0] / precision - (scaled @ scaled.mT).double()
+            result.append((part.outputs, covariance, part.targets))
+        return result
 
 
 def tune_by_validation(
@@ -109,8 +139,12 @@ def tune_by_validation(
     progress_bar: bool,
 ) -> Tensor:
     """The precision of the grid with the least `score` of (mean, covariance, targets) over the validation set."""
+    path = None if refined or posterior.rank == 0 else ScalarPath(posterior, parts, noise_scale)
     scores = []
     for precision in tqdm(grid, desc="Prior precision", disable=not progress_bar):
+        if path is not None:
+            scores.append(score(path.moments(precision.double())))
+            continue
         moments = [
             (*part.moments(posterior, precision.reshape(1), noise_scale, refined=refined), part.targets)
             for part in parts
@@ -124,19 +158,54 @@ def tune_by_validation(
     return grid[int(torch.where(values.isfinite(), values, torch.inf).argmin())].reshape(1)
 
 
-def gaussian_nll(moments: Sequence[Moments], noise_variance: Tensor) -> float:
+def tune_by_gradient(
+    posterior: WeightPosterior,
+    parts: Sequence[ValidationPart],
+    loss: Callable[[Sequence[Moments], Tensor], Tensor],
+    start: Tensor,  # (1,) or (L,)
+    noise_scale: Tensor,
+    *,
+    tune_temperature: bool,
+    refined: bool,
+    num_steps: int,
+    learning_rate: float,
+    progress_bar: bool,
+) -> tuple[Tensor, float]:
+    """The precision, and the factor of the temperature, with the least loss on the validation set, by Adam."""
+    log_precision = start.double().log().clone().requires_grad_()
+    log_factor = torch.zeros((), dtype=torch.float64, device=start.device, requires_grad=tune_temperature)
+    variables = [log_precision, log_factor] if tune_temperature else [log_precision]
+    optimizer = torch.optim.Adam(variables, lr=learning_rate)
+    best, best_value = (start.double(), 1.0), float("inf")
+    for step in tqdm(range(num_steps + 1), desc="Validation loss", disable=not progress_bar):
+        optimizer.zero_grad()
+        scale = noise_scale.double() * log_factor.exp()
+        moments: list[Moments] = [
+            (*part.moments(posterior, log_precision.exp(), scale, refined=refined), part.targets) for part in parts
+        ]
+        value = loss(moments, scale)
+        if value.item() < best_value:
+            best, best_value = (log_precision.detach().exp(), float(log_factor.detach().exp())), value.item()
+        if step < num_steps:
+            value.backward()
+            optimizer.step()
+    return best
+
+
+def gaussian_nll(moments: Sequence[Moments], noise_variance: Tensor) -> Tensor:
     """Σ −log N(y; mean, variance + noise): unlike the squared error it depends on the prior precision."""
-    total = 0.0
+    total = torch.zeros((), dtype=torch.float64, device=noise_variance.device)
     for mean, covariance, targets in moments:
         variance = covariance.diagonal(dim1=1, dim2=2) + noise_variance
         squares = (targets.reshape(mean.shape) - mean).square()
-        total += 0.5 * float((squares / variance + (2 * torch.pi * variance).log()).sum())
+        total = total + 0.5 * (squares / variance + (2 * torch.pi * variance).log()).sum()
     return total
 
 
-def categorical_nll(predictions: Sequence[tuple[Any, Tensor]]) -> float:
+def categorical_nll(predictions: Sequence[tuple[Any, Tensor]]) -> Tensor:
     """Σ −log p(y) for class probabilities, a probability of zero counting as the smallest normal number."""
-    return sum(float(nll_loss(p.clamp_min(1e-38).log(), targets, reduction="sum")) for p, targets in predictions)
+    losses = [nll_loss(p.clamp_min(1e-38).log(), targets, reduction="sum") for p, targets in predictions]
+    return torch.stack(losses).sum()
 
 
 def metric_value(loss: Any, predictions: Sequence[tuple[Any, ...]]) -> float:

@@ -183,6 +183,12 @@ class ConditionedPosterior:
             half = half.unflatten(0, cross.shape[:2])
         return rows.covariance(self.variance, joint=joint) - half @ half.mT
 
+    def contributions(self, rows: Rows) -> Tensor:  # (b, B)
+        """What each action takes from the variance at each input: z_b (M⁻¹z)_b, summed over outputs."""
+        cross = rows.times(self.scaled_images)  # (b, C, B)
+        solved = self.factor.solve(cross.flatten(0, 1).T).T.unflatten(0, cross.shape[:2])
+        return (cross * solved).sum(1)
+
     def sample(self, num_samples: int, generator: torch.Generator | None) -> Tensor:  # (num_samples, P)
         """Draws of θ − μ: a draw ε from the prior, corrected by what the data say about it (Matheron's rule)."""
         images, device = self.posterior.images, self.variance.device

@@ -10,17 +10,27 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from laplace.utils.enums import Likelihood, PredType
+from laplace.utils.enums import Likelihood, LinkApprox, PredType
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ntk_iterncgp.data import Inputs, evaluating
 from ntk_iterncgp.laplace_addon.fitting import FittedNetwork
-from ntk_iterncgp.laplace_addon.grid import GivenMoments, search_grid
+from ntk_iterncgp.laplace_addon.grid import GivenMoments, descend, search_grid
 from ntk_iterncgp.laplace_addon.saving import from_state_dict, to_state_dict
+from ntk_iterncgp.likelihoods import Softmax
+from ntk_iterncgp.network import Progress
+from ntk_iterncgp.predictive import (
+    Uncertainty,
+    classification_uncertainty,
+    expected_response,
+    regression_uncertainty,
+)
 from ntk_iterncgp.priors.jacobian import DenseRows, Rows
-from ntk_iterncgp.tuning import tune_by_evidence
+from ntk_iterncgp.tuning import starting_precision, tune_by_evidence
 from ntk_iterncgp.weight_posterior import ConditionedPosterior
+
+QUASI = "quasi"
 
 
 class IterNCGPLaplace(FittedNetwork):
@@ -28,10 +38,69 @@ class IterNCGPLaplace(FittedNetwork):
 
     # --- predictions -------------------------------------------------------------------------------------------------
 
-    def __call__(self, x: Inputs, pred_type: PredType | str = PredType.GP, *args: Any, **kwargs: Any) -> Any:
-        """As laplace-torch's function-space flavours; `pred_type="glm"` is another name for "gp"."""
+    def __call__(
+        self,
+        x: Inputs,
+        pred_type: PredType | str = PredType.GP,
+        joint: bool = False,
+        link_approx: LinkApprox | str = LinkApprox.PROBIT,
+        n_samples: int | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """As laplace-torch's function-space flavours; `pred_type="glm"` is another name for "gp".
+
+        One more `link_approx`, "quasi", is the accurate one: the whole covariance of the outputs, by quasi-random
+        points that are the same for all inputs (512 unless `n_samples` says otherwise).
+        """
         pred_type = PredType.GP if pred_type == PredType.GLM else pred_type
-        return super().__call__(x, pred_type, *args, **kwargs)
+        if link_approx == QUASI:
+            if self.likelihood == Likelihood.CLASSIFICATION and pred_type == PredType.GP:
+                return self._glm_forward_call(x, self.likelihood, False, QUASI, n_samples or 512)
+            link_approx = LinkApprox.PROBIT  # regression has no link
+        n_samples = 100 if n_samples is None else n_samples
+        return super().__call__(x, pred_type, joint, link_approx, n_samples, *args, **kwargs)
+
+    def _glm_forward_call(
+        self,
+        x: Inputs,
+        likelihood: Likelihood | str,
+        joint: bool = False,
+        link_approx: LinkApprox | str = LinkApprox.PROBIT,
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+    ) -> Any:
+        if link_approx != QUASI:
+            return super()._glm_forward_call(x, likelihood, joint, link_approx, n_samples, diagonal_output)
+        mean, covariance = x if isinstance(x, GivenMoments) else self.predictive_moments(x)
+        return expected_response(Softmax(mean.shape[1]), mean, covariance, link="quadrature", num_samples=n_samples)
+
+    def uncertainty(self, x: Inputs) -> Uncertainty:
+        """Scores of each input for rejection, out-of-distribution detection and active learning; prints as a table."""
+        mean, covariance = self.predictive_moments(x)
+        if self.likelihood == Likelihood.CLASSIFICATION:
+            return classification_uncertainty(mean.double(), covariance.double())
+        return regression_uncertainty(covariance.double(), self.sigma_noise.detach().double().square())
+
+    def attribution(self, x: Inputs) -> Tensor:  # (b, N)
+        """How much each training datum reduced the variance (the trace over outputs) at each input.
+
+        An action's share is spread over the data of its group by how much each contributed to it. The rows sum to the
+        prior variance less the posterior variance. For policy="clusters", after a fit in this process.
+        """
+        self._check_fitted()
+        self._refresh_posterior()
+        fit = self._fit
+        progress = None if fit is None or fit.posterior is not self.posterior else fit.progress
+        if not isinstance(progress, Progress) or len(progress.clusters.kept()) != self.posterior.rank:
+            raise RuntimeError(
+                "attribution expects a posterior fitted with policy='clusters' in this process and not compressed, "
+                "since only then the groups are known. Call fit(train_loader) first."
+            )
+        posterior = self._posterior_now()
+        with evaluating(self.model), torch.no_grad():
+            shares = torch.cat([posterior.contributions(rows) for rows in self._rows_at(x)])  # (b, B)
+        return progress.clusters.spread(shares)
 
     def _glm_predictive_distribution(self, x: Inputs, joint: bool = False) -> tuple[Tensor, Tensor]:
         if isinstance(x, GivenMoments):  # moments known already: laplace-torch's links are asked about them
@@ -143,8 +212,10 @@ class IterNCGPLaplace(FittedNetwork):
         verbose: bool = False,
         progress_bar: bool = False,
         log_prior_prec_base: float = 10.0,
+        tune_temperature: bool = False,
     ) -> None:
-        """Set the prior precision: by the evidence ("marglik"), or by the loss on a validation set ("gridsearch").
+        """Set the prior precision: by the evidence ("marglik"), or by the loss on a validation set, on a scalar grid
+        ("gridsearch") or by its gradient ("validation"; scalar or layerwise, and the temperature with it if asked).
 
         Neither touches the training data; the grid passes the validation set once in all.
         """
@@ -161,20 +232,29 @@ class IterNCGPLaplace(FittedNetwork):
                 progress_bar=progress_bar,
             )
         elif method == "gridsearch":
-            if val_loader is None:
-                raise ValueError("method='gridsearch' expects a val_loader with held-out data, but got none.")
             grid = torch.logspace(log_prior_prec_min, log_prior_prec_max, grid_size, base=log_prior_prec_base)
             self.prior_precision = search_grid(
                 self,
-                val_loader,
+                _required(val_loader, method),
                 grid.to(self._device),
                 loss=loss,
                 link=link_approx,
                 num_samples=n_samples,
                 progress_bar=progress_bar,
             )
+        elif method == "validation":
+            start = torch.as_tensor(init_prior_prec, dtype=self._dtype, device=self._device).reshape(-1)
+            self.prior_precision, self.temperature = descend(
+                self,
+                _required(val_loader, method),
+                starting_precision(start, prior_structure, len(self._layer_sizes())),
+                tune_temperature=tune_temperature,
+                num_steps=n_steps,
+                learning_rate=lr,
+                progress_bar=progress_bar,
+            )
         else:
-            raise ValueError(f"method expects 'marglik' or 'gridsearch', but got {method!r}.")
+            raise ValueError(f"method expects 'marglik', 'gridsearch' or 'validation', but got {method!r}.")
         if verbose:
             print(f"Optimized prior precision is {self.prior_precision}.")
 
@@ -188,3 +268,9 @@ class IterNCGPLaplace(FittedNetwork):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a saved posterior, after checking that it belongs to this model."""
         from_state_dict(self, state_dict)
+
+
+def _required(loader: DataLoader | None, method: str) -> DataLoader:
+    if loader is None:
+        raise ValueError(f"method={method!r} expects a val_loader with held-out data, but got none.")
+    return loader

@@ -17,9 +17,11 @@ from ntk_iterncgp.network import (
     CLUSTERS,
     MEANS,
     Budget,
+    Cost,
     LinearisedNetwork,
     NetworkFit,
     NetworkSettings,
+    estimate_cost,
     fit_network,
     refine_network,
 )
@@ -166,6 +168,11 @@ class FittedNetwork(BaseFunctionalLaplace):
             self._take(
                 refine_network(self._fit, network, self.settings, Budget(epochs, seconds), progress_bar=progress_bar)
             )
+
+    def estimate_cost(self, train_loader: DataLoader) -> Cost:
+        """Seconds, epochs and memory of a fit and of predictions, from timing one batch; prints as a table."""
+        with evaluating(self.model):
+            return estimate_cost(self._network(train_loader), self.settings, timed=True)
 
     def _network(self, loader: DataLoader) -> LinearisedNetwork:
         jacobian, data = self._open(loader)

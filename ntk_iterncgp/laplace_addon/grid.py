@@ -1,7 +1,8 @@
-"""The prior precision by a grid and a validation set, which is passed once in all."""
+"""The prior precision from a validation set, which is passed once in all: by a grid, or by the gradient."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,17 +12,22 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from ntk_iterncgp.data import FixedOrderData, evaluating
+from ntk_iterncgp.likelihoods import Softmax
+from ntk_iterncgp.predictive import expected_response
 from ntk_iterncgp.tuning import (
     Moments,
     ValidationPart,
     categorical_nll,
     gaussian_nll,
     metric_value,
+    tune_by_gradient,
     tune_by_validation,
 )
 
 if TYPE_CHECKING:
     from ntk_iterncgp.laplace_addon.base import IterNCGPLaplace
+
+TUNING_POINTS = 128  # fixed points of the link where it is evaluated many times
 
 
 class GivenMoments(NamedTuple):
@@ -45,16 +51,16 @@ def search_grid(
 
     def score(moments: list[Moments]) -> float:
         if la.likelihood == Likelihood.REGRESSION:
-            return (
-                gaussian_nll(moments, la.sigma_noise.double().square()) if loss is None else metric_value(loss, moments)
-            )
+            if loss is None:
+                return float(gaussian_nll(moments, la.sigma_noise.double().square()))
+            return metric_value(loss, moments)
         predictions = []
         for mean, covariance, targets in moments:
             given: Any = GivenMoments(  # copies, since laplace-torch's bridge works in place
                 mean.to(la._dtype, copy=True), covariance.to(la._dtype, copy=True)
             )
             predictions.append((la._glm_forward_call(given, la.likelihood, False, link, num_samples), targets))
-        return categorical_nll(predictions) if loss is None else metric_value(loss, predictions)
+        return float(categorical_nll(predictions)) if loss is None else metric_value(loss, predictions)
 
     return tune_by_validation(
         la.posterior,
@@ -67,7 +73,47 @@ def search_grid(
     )
 
 
-def _pass_once(la: IterNCGPLaplace, loader: DataLoader, progress_bar: bool) -> list[ValidationPart]:
+def descend(
+    la: IterNCGPLaplace,
+    loader: DataLoader,
+    start: Tensor,
+    *,
+    tune_temperature: bool,
+    num_steps: int,
+    learning_rate: float,
+    progress_bar: bool,
+) -> tuple[Tensor, float]:
+    """The precision (one, or one per layer) and temperature with the least validation loss, by its gradient."""
+
+    def loss(moments: Sequence[Moments], scale: Tensor) -> Tensor:
+        if la.likelihood == Likelihood.REGRESSION:
+            return gaussian_nll(moments, scale / la.temperature)
+        predictions = [
+            (expected_response(Softmax(mean.shape[1]), mean, cov, link="quadrature", num_samples=TUNING_POINTS), y)
+            for mean, cov, y in moments
+        ]
+        return categorical_nll(predictions)
+
+    if tune_temperature and la.likelihood == Likelihood.REGRESSION:
+        raise ValueError("tune_temperature=True expects classification; for regression tune sigma_noise by marglik.")
+    precision, factor = tune_by_gradient(
+        la.posterior,
+        _pass_once(la, loader, progress_bar, layerwise=len(start) > 1),
+        loss,
+        start,
+        la._noise_scale.detach(),
+        tune_temperature=tune_temperature,
+        refined=la.settings.mean == "refined",
+        num_steps=num_steps,
+        learning_rate=learning_rate,
+        progress_bar=progress_bar,
+    )
+    return precision.to(la._dtype), float(la.temperature) * factor
+
+
+def _pass_once(
+    la: IterNCGPLaplace, loader: DataLoader, progress_bar: bool, *, layerwise: bool = False
+) -> list[ValidationPart]:
     data = FixedOrderData(loader, device=la._device, dict_key_x=la.dict_key_x, dict_key_y=la.dict_key_y)
     shift, parts = la.mean - la.prior_mean, []
     with evaluating(la.model), torch.no_grad():
@@ -75,6 +121,6 @@ def _pass_once(la: IterNCGPLaplace, loader: DataLoader, progress_bar: bool) -> l
             start = 0
             for rows in la._rows_at(x):
                 stop = start + len(rows.outputs)
-                parts.append(ValidationPart.of(rows, la.posterior, shift, y[start:stop]))
+                parts.append(ValidationPart.of(rows, la.posterior, shift, y[start:stop], layerwise=layerwise))
                 start = stop
     return parts

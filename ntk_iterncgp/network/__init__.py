@@ -8,6 +8,7 @@ mean="refined"   Newton's method, from the network's outputs to the mode of the 
                  Actions are recycled from step to step.
 """
 
+from ntk_iterncgp.network.cost import Cost, check_memory, estimate_cost
 from ntk_iterncgp.network.linearised import (
     CLUSTERS,
     MEANS,
@@ -17,21 +18,25 @@ from ntk_iterncgp.network.linearised import (
     NetworkSettings,
 )
 from ntk_iterncgp.network.newton_fit import fit_by_products, refine_by_products
-from ntk_iterncgp.network.one_epoch import fit_by_clusters, refine_clusters
+from ntk_iterncgp.network.one_epoch import Progress, fit_by_clusters, refine_clusters
 
 __all__ = [
     "CLUSTERS",
     "MEANS",
     "Budget",
+    "Cost",
     "LinearisedNetwork",
     "NetworkFit",
     "NetworkSettings",
+    "Progress",
+    "estimate_cost",
     "fit_network",
     "refine_network",
 ]
 
 
 def fit_network(network: LinearisedNetwork, settings: NetworkSettings, *, progress_bar: bool = False) -> NetworkFit:
+    check_memory(estimate_cost(network, settings, timed=False))
     fit = fit_by_clusters if settings.policy is None else fit_by_products
     return fit(network, settings, progress_bar=progress_bar)
 

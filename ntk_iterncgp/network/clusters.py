@@ -187,6 +187,26 @@ class Clusters:
             all_images = all_images[kept]
         return all_images.T, gram[kept][:, kept], kept
 
+    def kept(self) -> Tensor:  # (B,)
+        """Which of all actions are in the posterior."""
+        return independent_columns(self.noise_gram())
+
+    def spread(self, contributions: Tensor) -> Tensor:  # (b, B) -> (b, N)
+        """What belongs to actions, given to their data in proportion to uᵀWu, of which each action has 1 in all."""
+        kept = self.kept()
+        total = sum(len(done.images) for done in self.passes)
+        of_all = contributions.new_zeros(len(contributions), total)
+        of_all[:, kept] = contributions
+        result, start = contributions.new_zeros(len(contributions), len(self.outputs)), 0
+        for done, u in self._directions():
+            part = of_all[:, start : start + done.num_groups]
+            share = (u * self.curvature(u)).sum(1)
+            size = torch.zeros(done.num_groups, dtype=share.dtype, device=share.device)
+            size.index_add_(0, done.labels, share)  # 1, or less for a group that is not all swept
+            result += part[:, done.labels] * (share / size[done.labels].clamp_min(1e-300))
+            start += done.num_groups
+        return result
+
 
 def independent_columns(gram: Tensor) -> Tensor:  # (B, B) -> (B',)
     """Which columns to keep so that their Gram matrix is safely positive definite.

@@ -47,6 +47,15 @@ class Rows(ABC):
     def covariance(self, variance: Tensor, *, joint: bool = False) -> Tensor:  # (P,)
         """J(x) diag(variance) J(x)ᵀ in float64: (b, C, C), or (b·C, b·C) if joint."""
 
+    def by_layer(self, weights: Tensor, sizes: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor]]:
+        """For each parameter tensor: J_l V_l (b, C, k) and J_l J_lᵀ (b, C, C). Here from all rows, with zeros."""
+        start = 0
+        for size in sizes:
+            only = torch.zeros(len(weights), dtype=torch.float64, device=weights.device)
+            only[start : start + size] = 1
+            yield self.times(only.to(weights.dtype)[:, None] * weights), self.covariance(only)
+            start += size
+
     @abstractmethod
     def curvature_diagonal(self, curvature: Callable[[Tensor], Tensor]) -> Tensor:  # (P,)
         """The diagonal of Σ_n J_nᵀ W_n J_n, for products with W (b, C, k) -> (b, C, k) given by `curvature`."""
@@ -66,6 +75,10 @@ class DenseRows(Rows):
         if joint:
             scaled = scaled.flatten(0, 1)
         return (scaled @ scaled.mT).double()
+
+    def by_layer(self, weights: Tensor, sizes: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor]]:
+        for rows, part in zip(self.jacobian.split(sizes, 2), weights.split(sizes), strict=True):
+            yield (rows @ part.to(rows.dtype)).double(), (rows @ rows.mT).double()
 
     def curvature_diagonal(self, curvature: Callable[[Tensor], Tensor]) -> Tensor:
         parts = []
