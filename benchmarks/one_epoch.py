@@ -1,0 +1,173 @@
+"""What the posterior given all data costs: a fit in training epochs, a prediction in forward passes.
+
+    ntk-iterncgp bench one_epoch [--quick] [--json FILE]
+
+The unit is a forward+backward epoch of the same network over the same loader in the same process, without an optimiser;
+for predictions a forward pass over the same images. CPU seconds on one thread, smallest of the repeats: on a machine
+that others use too, the clock on the wall measures them.
+
+    fit         policy="clusters", B = 200: MNIST with a LeNet-size CNN, CIFAR-10 with a ResNet-20
+    growth      time against the number of data (10 k, 20 k, 40 k) and of groups (50, 500)
+    predict     10 outputs, B = 200, and its parts: rows of the Jacobian, products with A, with themselves
+    grid        50 prior precisions after the validation set has been passed, in epochs
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from laplace import Laplace
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ntk_iterncgp  # noqa: F401  registers the flavours
+from ntk_iterncgp.priors import Jacobian
+
+if not __package__:
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.models import cifar_images, cifar_resnet20, lenet, mnist_images
+
+TARGETS = {"fit": 1.5, "groups": 1.2, "predict": 25.0, "grid": 0.05}
+BATCH = 128
+
+
+def seconds(work: Callable[[], object], repeats: int = 1) -> float:
+    least = float("inf")
+    for _ in range(repeats):
+        started = time.process_time()
+        work()
+        least = min(least, time.process_time() - started)
+    return least
+
+
+def epoch(model: nn.Module, loader: DataLoader) -> None:
+    for x, y in loader:
+        nn.functional.cross_entropy(model(x), y).backward()
+        model.zero_grad(set_to_none=True)
+
+
+def fitted(model: nn.Module, loader: DataLoader, groups: int) -> Any:
+    la = Laplace(model, "classification", "all", "iterncgp", num_actions=groups)
+    la.fit(loader)
+    return la
+
+
+def loader_of(images: Tensor, labels: Tensor) -> DataLoader:
+    return DataLoader(TensorDataset(images, labels), BATCH)
+
+
+def quickly_trained(model: nn.Module, images: Tensor, labels: Tensor) -> nn.Module:
+    """Two epochs: the cost does not depend on the weights, but groups of an untrained network would mean nothing."""
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    for _ in range(2):
+        for x, y in DataLoader(TensorDataset(images, labels), BATCH, shuffle=True):
+            optimizer.zero_grad(set_to_none=True)
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    return model.eval()
+
+
+def fit_cost(
+    name: str, model: nn.Module, images: Tensor, labels: Tensor, groups: int, figures: dict[str, float]
+) -> Any:
+    loader = loader_of(images, labels)
+    epoch(model, loader_of(images[:BATCH], labels[:BATCH]))
+    unit = min(seconds(lambda: epoch(model, loader)), seconds(lambda: epoch(model, loader)))
+    fits: list[Any] = []
+    ratio = seconds(lambda: fits.append(fitted(model, loader, groups)), 2) / unit
+    figures[f"fit {name}"], figures[f"epoch {name}"] = ratio, unit
+    show(f"fit, {name}, {len(images):,} data, B = {groups}", ratio, TARGETS["fit"], "epochs")
+    return fits[-1]
+
+
+def growth(model: nn.Module, images: Tensor, labels: Tensor, sizes: list[int], figures: dict[str, float]) -> None:
+    times = [seconds(lambda n=n: fitted(model, loader_of(images[:n], labels[:n]), 200)) for n in sizes]
+    for size, spent in zip(sizes, times, strict=True):
+        figures[f"time at {size}"] = spent / times[0]
+        show(
+            f"time at {size:,} data, over that at {sizes[0]:,}",
+            spent / times[0],
+            None,
+            f"(linear: {size / sizes[0]:g})",
+        )
+    few, many = (seconds(lambda b=b: fitted(model, loader_of(images, labels), b)) for b in (50, 500))
+    figures["groups"] = many / few
+    show("time with 500 groups, over that with 50", many / few, TARGETS["groups"], "")
+
+
+def predict_cost(model: nn.Module, la: Any, images: Tensor, figures: dict[str, float]) -> None:
+    with torch.no_grad():
+        unit = seconds(lambda: model(images), 3)
+        la(images[:2])
+        total = seconds(lambda: la(images, link_approx="quasi"), 2) / unit
+        jacobian, part = Jacobian(model), images[:8]
+        share = len(images) / len(part) / unit
+        rows = jacobian.rows(part, len(part))
+        parts = {
+            "rows": seconds(lambda: jacobian.rows(part, len(part)), 2) * share,
+            "times A": seconds(lambda: rows.times(la.posterior.images), 2) * share,
+            "times themselves": seconds(lambda: rows.covariance(torch.ones(jacobian.num_params)), 2) * share,
+        }
+    figures["predict"] = total
+    figures |= {f"predict {name}": value for name, value in parts.items()}
+    show("prediction of an image", total, TARGETS["predict"], "forward passes")
+    for name, value in parts.items():
+        show(f"  of which {name}, taken alone", value, None, "forward passes")
+
+
+def grid_cost(la: Any, images: Tensor, labels: Tensor, unit: float, figures: dict[str, float]) -> None:
+    def search(size: int) -> float:
+        return seconds(
+            lambda: la.optimize_prior_precision(
+                method="gridsearch", val_loader=loader_of(images, labels), grid_size=size, link_approx="probit"
+            ),
+            2,
+        )
+
+    figures["grid"] = (search(51) - search(1)) / unit
+    show(f"50 more prior precisions, {len(images):,} validation data", figures["grid"], TARGETS["grid"], "epochs")
+
+
+def show(what: str, value: float, target: float | None, unit: str) -> None:
+    bound = "" if target is None else f"  (≤ {target:g}: {'ok' if value <= target else 'MISSED'})"
+    print(f"{what:60}{value:8.2f} {unit}{bound}", flush=True)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="bench one_epoch", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="few data, for a look at the output")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    options = parser.parse_args(argv)
+    warnings.filterwarnings("ignore", message="`torch.jit.script`")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    figures: dict[str, float] = {}
+    try:
+        images, labels = mnist_images(600 if options.quick else 60_000)
+        model = quickly_trained(lenet(), images[:10_000], labels[:10_000])
+        la = fit_cost("MNIST, LeNet", model, images, labels, 20 if options.quick else 200, figures)
+        held_out = mnist_images(100 if options.quick else 1000, train=False)
+        grid_cost(la, *held_out, figures["epoch MNIST, LeNet"], figures)
+        sizes = [200, 400] if options.quick else [10_000, 20_000, 40_000]
+        growth(model, images[: sizes[-1]], labels[: sizes[-1]], sizes, figures)
+        resnet = cifar_resnet20()
+        images, labels = cifar_images(64 if options.quick else 10_000)
+        la = fit_cost("CIFAR-10, ResNet-20", resnet, images, labels, 8 if options.quick else 200, figures)
+        predict_cost(resnet, la, images[: 8 if options.quick else 64], figures)
+    finally:
+        torch.set_num_threads(threads)
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=2))
+
+
+if __name__ == "__main__":
+    main()
