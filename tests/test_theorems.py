@@ -5,6 +5,7 @@ so that "the paper's algorithm" of docs/reproduction.md is a claim that can fail
 """
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
@@ -60,8 +61,9 @@ def papers_iterncgp(case: Case, policy: Callable[[int, Tensor], Tensor], steps: 
         noise = oracles.noise_matrix(case.name, latent, case.noise)  # line 6
         score = oracles.score(case.name, latent, case.targets, case.noise).flatten()
         b = f + noise @ score - case.m  # line 7: ŷ − m
-        for v, C, S, T in papers_itergp(case.K, noise, b, S, T, policy, steps):  # line 8
-            beliefs.append(Belief(i, v, C))
+        run = list(papers_itergp(case.K, noise, b, S, T, policy, steps))  # line 8
+        beliefs += [Belief(i, v, C) for v, C, _, _ in run]
+        v, _, S, T = run[-1]
         f = case.K @ v + case.m  # line 9
     return beliefs
 
@@ -125,7 +127,7 @@ def test_marginal_variances_fall_in_the_inner_loop(name: str) -> None:
     case = make_case(name, "shared", num_data=12)
     states = papers_states(case, 4, 2)
     variances = [(s.newton_step, Posterior(s).latent(case.new_inputs)[1].diagonal(dim1=1, dim2=2)) for s in states]
-    pairs = [(a, b) for (i, a), (j, b) in zip(variances, variances[1:], strict=False) if i == j]
+    pairs = [(a, b) for (i, a), (j, b) in pairwise(variances) if i == j]
     assert len(pairs) >= 3
     for before, after in pairs:
         assert (after <= before + 1e-12).all()
