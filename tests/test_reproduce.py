@@ -1,10 +1,14 @@
 """The paper's small experiments at their smallest: the files are there, the paper's claims come out, ours too."""
 
+import contextlib
 import csv
+import io
 import re
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +18,7 @@ from ntk_iterncgp.config import ConfigError
 from ntk_iterncgp.reproduce import EXPERIMENTS, main
 from ntk_iterncgp.reproduce.beliefs import in_between, moments, start, without_recycling
 from ntk_iterncgp.reproduce.binary import draw
-from ntk_iterncgp.reproduce.outcome import Claim, Outcome
+from ntk_iterncgp.reproduce.outcome import Claim
 from ntk_iterncgp.reproduce.papers import papers_newton
 from ntk_iterncgp.reproduce.runner import experiment
 from ntk_iterncgp.reproduce.settings import load
@@ -30,39 +34,55 @@ FILES = {
 }
 
 
-def outcome_of(name: str, **changes: Any) -> Outcome:
-    module = experiment(name)
-    return module.run(load(module.SETTINGS, quick=True, changes=changes))
+@dataclass(frozen=True)
+class Ran:
+    """A quick run through the command: where it wrote, what it printed, its claims and its numbers as read back."""
+
+    folder: Path
+    printed: str
+
+    def rows(self, stem: str) -> list[dict[str, str]]:
+        with (self.folder / f"{stem}.csv").open(encoding="utf-8") as file:
+            return list(csv.DictReader(file))
+
+    def claim(self, pattern: str) -> dict[str, str]:
+        found = [row for row in self.rows("claims") if re.search(pattern, row["claim"])]
+        assert len(found) == 1, (pattern, found)
+        return found[0]
+
+    def holds(self, pattern: str) -> bool:
+        return self.claim(pattern)["holds"] == "True"
 
 
-def claims_of(outcome: Outcome) -> dict[str, Claim]:
-    return {claim.sentence: claim for claim in outcome.claims}
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ran]:
+    """Runs each experiment once."""
+
+    @cache
+    def run(name: str) -> Ran:
+        folder, printed = tmp_path_factory.mktemp(name) / "out", io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            assert main([name, "--quick", "--output-dir", str(folder)]) == 0
+        return Ran(folder, printed.getvalue())
+
+    return run
 
 
-def one(claims: dict[str, Claim], pattern: str) -> Claim:
-    found = [claim for sentence, claim in claims.items() if re.search(pattern, sentence)]
-    assert len(found) == 1, (pattern, list(claims))
-    return found[0]
-
-
-# --- the command --------------------------------------------------------------------------------------------------------
+# --- the command ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_quick_run_writes_figures_numbers_and_claims(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([name, "--quick", "--output-dir", str(tmp_path / "out")]) == 0
-    written = {path.name for path in (tmp_path / "out").iterdir()}
+def test_a_quick_run_writes_figures_numbers_and_claims(name: str, ran: Callable[[str], Ran]) -> None:
+    run = ran(name)
+    written = {path.name for path in run.folder.iterdir()}
     assert written >= {f"{stem}.{kind}" for stem in FILES[name] for kind in ("png", "pdf")} | {"claims.csv"}
     assert not any(file.startswith(".") for file in written)  # nothing half written is left
     for stem in FILES[name]:
-        assert (tmp_path / "out" / f"{stem}.png").read_bytes().startswith(b"\x89PNG")
-        assert (tmp_path / "out" / f"{stem}.pdf").read_bytes().startswith(b"%PDF")
-    with (tmp_path / "out" / "claims.csv").open(encoding="utf-8") as file:
-        claims = list(csv.DictReader(file))
-    printed = capsys.readouterr().out
-    assert claims and all(claim["claim"] in printed and claim["numbers"] in printed for claim in claims)
+        assert (run.folder / f"{stem}.png").read_bytes().startswith(b"\x89PNG")
+        assert (run.folder / f"{stem}.pdf").read_bytes().startswith(b"%PDF")
+    claims = run.rows("claims")
+    assert claims and all(claim["claim"] in run.printed and claim["numbers"] in run.printed for claim in claims)
+    assert all(f"wrote {run.folder / file}" in run.printed for file in written)
 
 
 @pytest.mark.parametrize(
@@ -116,37 +136,42 @@ def test_the_command_line_has_the_last_word_and_quick_the_first(tmp_path: Path) 
         load(kind, quick=False, changes={"resolutions": 3})
 
 
-# --- what the paper claims ------------------------------------------------------------------------------------------------
+# --- what the paper claims --------------------------------------------------------------------------------------------
 
 
-def test_recycling_propagates_the_belief_between_newton_steps() -> None:
-    claims = claims_of(outcome_of("visual-abstract", resolution=4))
-    assert one(claims, "CG, R = ∞").holds
-    assert one(claims, "our default").holds
-    assert one(claims, "without recycling").holds
-    assert one(claims, "ends below unit vectors").holds
+def test_recycling_propagates_the_belief_between_newton_steps(ran: Callable[[str], Ran]) -> None:
+    run = ran("visual-abstract")
+    assert run.holds("drops: CG, R = ∞")
+    assert run.holds("drops: our default, R = 10")
+    assert run.holds("without recycling performance drops")
+    assert run.holds("ends below unit vectors")
     # At R = 10 the paper's criterion does lose some: a few per cent, where starting from scratch loses 14.
-    assert float(one(claims, "CG, R = 10").numbers.split()[-1]) < 1.05
+    assert float(run.claim("drops: CG, R = 10")["numbers"].split()[-1]) < 1.05
 
 
-def test_newton_steps_are_similar_regressions_and_ours_ends_where_they_do() -> None:
-    assert all(claim.holds for claim in outcome_of("pseudo-targets", resolution=40).claims)
+def test_newton_steps_are_similar_regressions_and_ours_ends_where_they_do(ran: Callable[[str], Ran]) -> None:
+    assert ran("pseudo-targets").holds("similar between Newton steps")
+    assert ran("pseudo-targets").holds("ends at the same posterior")
 
 
-def test_cg_looks_at_the_data_globally_and_the_curvature_residual_where_it_matters() -> None:
-    outcome = outcome_of("policies", resolution=4, max_iterations=20)
-    assert all(claim.holds for claim in outcome.claims)
-    rows = {(row["system"], row["policy"], row["j"]): row for row in outcome.tables["policies"]}
-    first, same = rows["first", "residual", 10], rows["first", "curvature_residual", 10]
-    assert first["variance_excess"] == pytest.approx(same["variance_excess"], rel=1e-6)  # W = ¼ everywhere
+def test_cg_looks_at_the_data_globally_and_the_curvature_residual_where_it_matters(ran: Callable[[str], Ran]) -> None:
+    run = ran("policies")
+    assert run.holds("its mean is closer") and run.holds("so is its variance") and run.holds("at the mode")
+    rows = {(row["system"], row["policy"], row["j"]): float(row["variance_excess"]) for row in run.rows("policies")}
+    assert rows["first", "residual", "10"] == rows["first", "curvature_residual", "10"]  # W = ¼ everywhere
+    assert rows["mode", "curvature_residual", "10"] < rows["mode", "residual", "10"]
 
 
-def test_a_larger_rank_makes_a_more_expressive_belief() -> None:
-    outcome = outcome_of("compression", resolution=4)
-    assert all(claim.holds for claim in outcome.claims)
+def test_a_larger_rank_makes_a_more_expressive_belief(ran: Callable[[str], Ran]) -> None:
+    run = ran("compression")
+    assert run.holds(": eigen") and run.holds(": mean\\+trace") and run.holds("leaves no more variance")
+    # What docs/reproduction.md reports against us: at R = 10 the paper's criterion has the better mean.
+    error = {(row["criterion"], row["rank"]): float(row["mean_error"]) for row in run.rows("compression")}
+    assert error["eigen", "10"] < error["mean+trace", "10"] < 0.2
+    assert error["mean+trace", "1"] < error["eigen", "1"]
 
 
-# --- the pieces ---------------------------------------------------------------------------------------------------------
+# --- the pieces -------------------------------------------------------------------------------------------------------
 
 
 def test_without_compression_the_papers_newton_is_the_librarys_undamped_one() -> None:
@@ -186,8 +211,8 @@ def test_without_recycling_every_newton_step_starts_from_the_prior() -> None:
     assert [(m.newton_step, m.iteration) for m in seen[:7]] == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 0), (1, 1)]
     variance = in_between(seen[5].state).latent(data.test_inputs)[1]
     torch.testing.assert_close(variance, torch.full_like(variance, 10.0))
-    assert all(b.seconds >= a.seconds for a, b in zip(seen, seen[1:], strict=False))
+    assert all(b.seconds >= a.seconds for a, b in pairwise(seen))
 
 
-def test_a_claim_that_fails_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_claim_that_fails_says_so() -> None:
     assert str(Claim("the earth is flat", False, "radius 6371 km")).startswith("DOES NOT HOLD: the earth is flat")

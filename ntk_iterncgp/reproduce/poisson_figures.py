@@ -38,7 +38,7 @@ def schedules(rows: Sequence[dict[str, Any]], iterations_per_step: Sequence[int]
     for axes, (method, title) in zip(panels, titles.items(), strict=True):
         for j, colour in zip(iterations_per_step, SCHEDULES, strict=False):
             chosen = [r for r in rows if r["method"] == method and r["iterations_per_step"] == j]
-            curves = _carried_forward(chosen, budget)
+            curves = _carried_forward(chosen, budget, CEILING * best)
             x = np.arange(budget + 1)
             longest = max(row["iterations"] for row in chosen)
             middle = np.median(curves, 0)
@@ -68,15 +68,15 @@ def schedules(rows: Sequence[dict[str, Any]], iterations_per_step: Sequence[int]
     return figure
 
 
-def _carried_forward(rows: Sequence[dict[str, Any]], budget: int) -> np.ndarray:
-    """A line per redraw: the NLL after each number of iterations, and after the end of a run its last."""
+def _carried_forward(rows: Sequence[dict[str, Any]], budget: int, ceiling: float) -> np.ndarray:
+    """A line per redraw: the NLL after each number of iterations, after its end the last; cut off above the panel."""
     curves = []
     for redraw in sorted({row["redraw"] for row in rows}):
         values = {row["iterations"]: row["test_nll"] for row in rows if row["redraw"] == redraw}
         curve, last = [], float("nan")
         for k in range(budget + 1):
             last = values.get(k, last)
-            curve.append(last if np.isfinite(last) else 1e6)
+            curve.append(min(last, 2 * ceiling) if np.isfinite(last) else 2 * ceiling)
         curves.append(curve)
     return np.array(curves)
 

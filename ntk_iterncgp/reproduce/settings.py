@@ -60,8 +60,12 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
         if isinstance(value, str) or not isinstance(value, (list, tuple)) or not value:
             raise ConfigError(f"{name} expects a list such as [1, 2], but got {value!r}.")
         return tuple(_checked(name, item, get_args(hint)[0]) for item in value)
+    if hint is bool:
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name} expects true or false, but got {value!r}.")
+        return value
     value = _typed(name, value, hint)
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and not 0 <= value < float("inf"):
+    if isinstance(value, (int, float)) and not 0 <= value < float("inf"):
         raise ConfigError(f"{name} expects a finite number of at least 0, but got {value!r}.")
     if isinstance(value, int) and value == 0 and name != "seed":
         raise ConfigError(f"{name} expects a whole number of at least 1, but got 0.")
