@@ -14,6 +14,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from ntk_iterncgp.evaluation.report import write_atomically
+from ntk_iterncgp.reproduce.style import style
 
 Row = Mapping[str, Any]
 
@@ -44,9 +45,7 @@ class Outcome:
         for name, figure in self.figures.items():
             for suffix in ("png", "pdf"):
                 paths.append(folder / f"{name}.{suffix}")
-                # No date inside: the same numbers give the same bytes.
-                metadata = {"CreationDate": None} if suffix == "pdf" else None
-                write_atomically(paths[-1], lambda path, f=figure, m=metadata: f.savefig(path, metadata=m))  # type: ignore[misc]
+                write_atomically(paths[-1], lambda path, f=figure: _draw(path, f))  # type: ignore[misc]
         for name, rows in self.tables.items():
             paths.append(folder / f"{name}.csv")
             write_atomically(paths[-1], lambda path, r=rows: _write_rows(path, r))  # type: ignore[misc]
@@ -54,6 +53,13 @@ class Outcome:
         paths.append(folder / "claims.csv")
         write_atomically(paths[-1], lambda path: _write_rows(path, claims))
         return paths
+
+
+def _draw(path: Path, figure: Figure) -> None:
+    # No date inside: the same numbers give the same bytes.
+    metadata = {"CreationDate": None} if path.suffix == ".pdf" else None
+    with style():  # resolution and fonts are read when a figure is saved
+        figure.savefig(path, metadata=metadata)
 
 
 def _write_rows(path: Path, rows: Sequence[Row]) -> None:

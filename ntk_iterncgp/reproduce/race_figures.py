@@ -1,4 +1,4 @@
-"""Scores over time for every method, and a table of where each ended."""
+"""Scores over time for every method, a table of where each ended, and the data of the mixture."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
-from ntk_iterncgp.reproduce.style import BLACK, GREEN, METHODS, PURPLE, new_figure
+from ntk_iterncgp.reproduce.race import Classes
+from ntk_iterncgp.reproduce.style import BLACK, GREEN, METHODS, PURPLE, TEN_CLASSES, new_figure
 
 SCORES = {"accuracy": "accuracy", "nll": "NLL (nats)", "ece": "ECE"}
+MAX_POINTS = 4000  # of a scatter plot
 MARKERS = ("o", "s", "^", "D", "v", "P")
 
 
@@ -68,4 +70,24 @@ def curves(rows: Sequence[dict[str, Any]]) -> Figure:
         axes.xaxis.set_minor_locator(NullLocator())
     panels[1].set_title("solid: test, dotted: training", fontsize=7)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return figure
+
+
+def data(classes: Classes) -> Figure:
+    """Training and test data in space, a colour for each class."""
+    figure = new_figure(2.6)
+    for place, (title, inputs, labels) in enumerate(
+        (
+            ("training data", classes.train_inputs, classes.train_labels),
+            ("test data", classes.test_inputs, classes.test_labels),
+        ),
+        start=1,
+    ):
+        axes = figure.add_subplot(1, 2, place, projection="3d")
+        shown = inputs[:MAX_POINTS]
+        colours = [TEN_CLASSES[int(label)] for label in labels[:MAX_POINTS]]
+        axes.scatter(*shown.T.numpy(), c=colours, s=3, linewidths=0, alpha=0.8, depthshade=False)
+        axes.set(xlim=(-1.5, 1.5), ylim=(-1.5, 1.5), zlim=(-1.5, 1.5))
+        axes.set_title(f"{title} ({len(inputs)})", pad=0)
+        axes.tick_params(labelsize=5, pad=-3)
     return figure

@@ -22,6 +22,19 @@ PAGE = 6.75  # inches: the width of a page's text, which two columns share
 BLUE, VERMILION, GREEN, SKY, ORANGE, PURPLE = "#0072B2", "#D55E00", "#009E73", "#56B4E9", "#E69F00", "#CC79A7"
 BLACK, GREY = "#222222", "#8C8C8C"
 CLASSES = (BLUE, VERMILION)  # labels 0 and 1
+# Paul Tol's "muted" scheme, for ten classes at once.
+TEN_CLASSES = (
+    "#CC6677",
+    "#332288",
+    "#DDCC77",
+    "#117733",
+    "#88CCEE",
+    "#882255",
+    "#44AA99",
+    "#999933",
+    "#AA4499",
+    "#AAAAAA",
+)
 
 METHODS = {  # colour and dashes
     "ours": (BLUE, "-"),
@@ -55,7 +68,7 @@ def style() -> Iterator[None]:
             "xtick.major.size": 2.5,
             "ytick.major.size": 2.5,
             "lines.linewidth": 1.2,
-            "savefig.dpi": 300,
+            "savefig.dpi": 150,
             "pdf.fonttype": 42,  # text stays text
         }
     )

@@ -67,7 +67,7 @@ def run(settings: VisualAbstractSettings) -> Outcome:
     with style():
         figure = _figure(settings, data, variants, curves)
     rows = [{"method": name} | row for name, curve in curves.items() for row in curve]
-    return Outcome({"visual_abstract": figure}, {"visual_abstract": rows}, _claims(curves))
+    return Outcome({"visual_abstract": figure}, {"visual_abstract": rows}, _claims(curves, settings.max_rank))
 
 
 def _variants(settings: VisualAbstractSettings, data: BinaryData) -> list[Variant]:
@@ -87,10 +87,10 @@ def _variants(settings: VisualAbstractSettings, data: BinaryData) -> list[Varian
     unit = timed(lambda problem: without_recycling(problem, "unit", stopping))
     default = timed(lambda problem: ours(problem, stopping, rank))
     return [
-        Variant("unit", "unit vectors\nno recycling", unit, in_between),
-        Variant("paper", "CG, recycling\nR = ∞", papers(None), in_between, has_maps=False),
-        Variant("paper, compressed", f"CG, recycling\nR = {rank}", papers(rank), in_between),
-        Variant("ours", f"ours, recycling\nR = {rank}", default, if_stopped),
+        Variant("unit", "unit vectors\nfrom scratch", unit, in_between),
+        Variant("paper", "CG, recycled\nR = ∞", papers(None), in_between, has_maps=False),
+        Variant("paper, compressed", f"CG, recycled\nR = {rank}", papers(rank), in_between),
+        Variant("ours", f"ours, recycled\nR = {rank}", default, if_stopped),
     ]
 
 
@@ -110,9 +110,9 @@ def _curve(variant: Variant, data: BinaryData, settings: VisualAbstractSettings)
     return rows
 
 
-def _claims(curves: dict[str, list[dict[str, Any]]]) -> list[Claim]:
+def _claims(curves: dict[str, list[dict[str, Any]]], rank: int) -> list[Claim]:
     claims = []
-    labels = {"paper": "CG, R = ∞", "paper, compressed": "CG, R = 10", "ours": "our default, R = 10"}
+    labels = {"paper": "CG, R = ∞", "paper, compressed": f"CG, R = {rank}", "ours": f"our default, R = {rank}"}
     for name, label in labels.items():
         worst = max(_jumps(curves[name]))
         sentence = f"recycling propagates the belief between Newton steps without performance drops: {label}"
@@ -151,7 +151,7 @@ def _figure(
             scatter_classes(axes, data.inputs, data.labels, size=3.0)
             if row == 0:
                 axes.set_title(f"i = {key[0]}, j = {key[1]}")
-        grid[row, 0].set_ylabel(variant.label, fontsize=7, color=METHODS[variant.name][0])
+        grid[row, 0].set_ylabel(variant.label, fontsize=6.5, color=METHODS[variant.name][0])
     bar = maps.colorbar(image, ax=grid, location="bottom", shrink=0.5, aspect=40, pad=0.02)
     bar.set_label("variance of the latent function", fontsize=7)
     axes = right.subplots()
