@@ -126,6 +126,26 @@ def test_on_the_mixture_iterncgp_beats_subsets_and_svgp_at_equal_time_and_compre
     assert ends["SVGP 100, 0.05"]["seconds"] >= 0.99 * slowest  # the same time, and the step that it is in
 
 
+def test_svgp_has_the_same_kernel_fixed_and_the_papers_inducing_points() -> None:
+    classes = gmm.draw(gmm.GmmSettings(num_train=200, num_test=20), 0)
+    kernel = kernels.Matern32(lengthscale=0.3, outputscale=0.7)
+    model, _ = svgp._model(svgp.require_gpytorch(), classes, kernel, 100)
+    X = classes.test_inputs
+    torch.testing.assert_close(model.covar_module(X).to_dense().detach(), kernel(X, X), rtol=1e-4, atol=1e-5)
+    learned = dict(model.named_parameters())
+    assert not any(p.requires_grad for name, p in learned.items() if "covar_module" in name)
+    inducing = next(p for name, p in learned.items() if "inducing_points" in name)
+    assert inducing.shape == (10, 10, 3)  # U/C for each class, each one of the training data
+    assert torch.cdist(inducing.detach().flatten(0, 1), classes.train_inputs).min(1).values.max() < 1e-3
+
+
+def test_an_svgp_that_diverges_keeps_its_last_scores_or_those_of_the_prior() -> None:
+    classes = gmm.draw(gmm.GmmSettings(num_train=200, num_test=20, num_seen=20), 0)
+    clock = svgp.race(classes, kernels.Matern32(lengthscale=0.3, outputscale=0.7), 50, 1e30, 5.0, seed=0)
+    assert clock.seconds < 5.0  # it did not go on
+    assert all(torch.isfinite(torch.tensor(row["test_nll"])) for row in clock.rows) and len(clock.rows) == 1
+
+
 def test_the_clock_stands_still_while_scores_are_taken() -> None:
     labels = torch.tensor([0, 1])
     classes = Classes(torch.zeros(2, 1), labels, torch.zeros(2, 1), labels, 2, 2)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ntk_iterncgp.config import ConfigError
 from ntk_iterncgp.kernels import Matern32
-from ntk_iterncgp.reproduce.race import Classes, Clock
+from ntk_iterncgp.reproduce.race import Classes, Clock, Predict
 
 BATCH = 1024
 
@@ -55,23 +55,38 @@ def race(
     optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate)
     times = [seconds * 0.6**k for k in reversed(range(1, num_scores))]
     step = 0
-    while clock.pause() < seconds:
-        for batch in torch.randperm(len(y), device=X.device).split(BATCH):
-            optimizer.zero_grad()
-            loss = -objective(model(X[batch]), y[batch])
-            loss.backward()
-            optimizer.step()
-            step += 1
-            if not math.isfinite(float(loss.detach())):
-                clock.score(_predict(gpytorch, model), step=step)
-                return clock
-            if clock.pause() >= seconds:
-                break
-            if times and clock.seconds >= times[0]:
-                clock.score(_predict(gpytorch, model), step=step)
-                times = [t for t in times if t > clock.seconds]
-    clock.score(_predict(gpytorch, model), step=step)
+    try:
+        while clock.pause() < seconds:
+            for batch in torch.randperm(len(y), device=X.device).split(BATCH):
+                optimizer.zero_grad()
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # gpytorch reports each jitter that it adds
+                    loss = -objective(model(X[batch]), y[batch])
+                loss.backward()
+                optimizer.step()
+                step += 1
+                if not math.isfinite(float(loss.detach())):
+                    raise _errors()[0](f"The ELBO is {float(loss.detach())}.")
+                if clock.pause() >= seconds:
+                    break
+                if times and clock.seconds >= times[0]:
+                    clock.score(_predict(model), step=step)
+                    times = [t for t in times if t > clock.seconds]
+        clock.score(_predict(model), step=step)
+    except _errors():  # diverged: the last scores stand, or those of the prior if there are none
+        if not clock.rows:
+            clock.score(lambda x: _prior(x, kernel, classes.num_classes), step=step)
     return clock
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    errors = importlib.import_module("linear_operator.utils.errors")
+    return errors.NanError, errors.NotPSDError
+
+
+def _prior(x: Tensor, kernel: Matern32, num_classes: int) -> tuple[Tensor, Tensor]:
+    variance = kernel.diagonal(x).double()[:, None].expand(-1, num_classes)
+    return torch.zeros_like(variance), variance
 
 
 def _model(gpytorch: Any, classes: Classes, kernel: Matern32, num_inducing: int) -> tuple[Any, Any]:
@@ -99,10 +114,11 @@ def _model(gpytorch: Any, classes: Classes, kernel: Matern32, num_inducing: int)
     return model, likelihood.to(X)
 
 
-def _predict(gpytorch: Any, model: Any) -> Any:
+def _predict(model: Any) -> Predict:
     def predict(x: Tensor) -> tuple[Tensor, Tensor]:
         model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             parts = [model(part) for part in x.split(BATCH)]
             result = torch.cat([p.mean for p in parts]).double(), torch.cat([p.variance for p in parts]).double()
         model.train()
