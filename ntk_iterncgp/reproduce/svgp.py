@@ -35,6 +35,10 @@ def require_gpytorch() -> Any:
         ) from error
 
 
+def label(num_inducing: int, learning_rate: float) -> str:
+    return f"SVGP {num_inducing}, {learning_rate:g}"
+
+
 def race(
     classes: Classes,
     kernel: Matern32,
@@ -49,7 +53,7 @@ def race(
     gpytorch = require_gpytorch()
     torch.manual_seed(seed)  # gpytorch draws from the global generator
     X, y = classes.train_inputs, classes.train_labels
-    clock = Clock(f"SVGP {num_inducing}, {learning_rate:g}", "svgp", classes)
+    clock = Clock(label(num_inducing, learning_rate), "svgp", classes)
     model, likelihood = _model(gpytorch, classes, kernel, num_inducing)
     objective = gpytorch.mlls.VariationalELBO(likelihood, model, num_data=len(y))
     optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate)
