@@ -118,6 +118,18 @@ def test_an_unknown_experiment_and_a_folder_that_is_a_file_are_sentences(
     assert "--output-dir" in capsys.readouterr().err
 
 
+def test_an_interrupted_experiment_writes_nothing_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(settings: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(experiment("policies"), "run", interrupted)
+    assert main(["policies", "--quick", "--output-dir", str(tmp_path)]) == 130
+    assert "interrupted; nothing was written" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_the_configuration_of_an_experiment_lists_the_papers_settings_in_full(name: str) -> None:
     path = ROOT / "configs" / "paper" / f"{name}.yaml"
