@@ -32,7 +32,7 @@ ORDER = [
     {"checkpoint"},
     {"evaluation"},
     {"config"},
-    {"demo"},
+    {"demo", "reproduce"},
     {"cli"},
     {"__main__"},
 ]

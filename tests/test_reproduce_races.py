@@ -1,0 +1,256 @@
+"""The Poisson schedules, the mixture and MNIST at their smallest: baselines against oracles, claims at equal time."""
+
+import gzip
+import re
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor
+
+from ntk_iterncgp import kernels
+from ntk_iterncgp.config import ConfigError
+from ntk_iterncgp.reproduce import gmm, main, mnist, poisson, svgp
+from ntk_iterncgp.reproduce.contenders import best_settings
+from ntk_iterncgp.reproduce.outcome import Claim, Outcome
+from ntk_iterncgp.reproduce.race import Classes, Clock
+from ntk_iterncgp.reproduce.race_claims import claims
+from ntk_iterncgp.reproduce.runner import experiment
+from ntk_iterncgp.reproduce.settings import load
+from ntk_iterncgp.reproduce.subset import newton_steps
+from tests import oracles
+
+
+def outcome_of(name: str, **changes: Any) -> Outcome:
+    module = experiment(name)
+    return module.run(load(module.SETTINGS, quick=True, changes=changes))
+
+
+def matching(outcome: Outcome, pattern: str) -> list[Claim]:
+    found = [claim for claim in outcome.claims if re.search(pattern, claim.sentence)]
+    assert found, pattern
+    return found
+
+
+# --- Poisson ----------------------------------------------------------------------------------------------------------
+
+
+def test_one_iteration_per_newton_step_is_the_best_schedule_and_ours_never_fails() -> None:
+    outcome = outcome_of("poisson", num_redraws=2, num_samples=300, num_test=30, iterations_per_step=[1, 20])
+    assert all(claim.holds for claim in outcome.claims)
+    assert set(outcome.figures) == {"poisson_schedules", "poisson_beliefs_paper", "poisson_beliefs_ours"}
+    spent = {row["iterations"] for row in outcome.tables["poisson"]}
+    assert max(spent) <= 100 and min(spent) == 0
+
+
+def test_where_the_papers_schedules_diverge_ours_converges() -> None:
+    """The log-rate of seed 3, with rates up to 37."""
+    changes = {"seed": 3, "num_redraws": 1, "num_samples": 300, "num_test": 30, "iterations_per_step": [1, 10]}
+    outcome = outcome_of("poisson", **changes)
+    final = {(r["method"], r["iterations_per_step"]): r["worst_final_nll"] for r in outcome.tables["poisson_summary"]}
+    assert final["paper", 10] > 10 * final["ours", 10]
+    assert final["ours", 1] < 3 and final["ours", 10] < 3
+
+
+def test_the_test_nll_by_monte_carlo_is_that_of_quadrature() -> None:
+    settings = poisson.PoissonSettings(num_test=5)
+    generator = torch.Generator().manual_seed(0)
+    counts = poisson._log_rate(settings)
+    problem = poisson.make_problem(counts.kernel, poisson.Poisson(), counts.inputs, torch.ones(100))
+    state = poisson.start(problem, poisson._stopping(settings, 1))
+    targets = torch.arange(5.0, dtype=torch.float64)
+    noise = torch.randn(200_000, generator=generator, dtype=torch.float64)
+    nll = poisson._test_nll(state, poisson.in_between, counts.test_inputs, targets, noise)
+    f = torch.linspace(-25, 25, 20_001, dtype=torch.float64)
+    prior = torch.distributions.Normal(0.0, settings.outputscale**0.5).log_prob(f).exp()
+    each = [-(prior * torch.distributions.Poisson(f.exp()).log_prob(y).exp()).sum() * (f[1] - f[0]) for y in targets]
+    exact = sum(-float((-value).log()) for value in each) / 5
+    assert nll == pytest.approx(exact, abs=0.02)
+
+
+# --- the subset of data -----------------------------------------------------------------------------------------------
+
+
+def test_the_subset_of_data_is_the_exact_laplace_approximation() -> None:
+    generator = torch.Generator().manual_seed(0)
+    X = torch.rand(15, 2, generator=generator, dtype=torch.float64)
+    x = torch.rand(4, 2, generator=generator, dtype=torch.float64)
+    y = torch.randint(0, 3, (15,), generator=generator)
+    kernel = kernels.Matern32(lengthscale=0.5, outputscale=4.0)
+    *_, laplace = newton_steps(kernel, X, y, 3, tolerance=1e-12)
+    mean, variance = laplace.predict(x)
+    K, Kx, Kxx = (oracles.block_kernel([kernel(a, b)] * 3) for a, b in ((X, X), (x, X), (x, x)))
+    zeros = torch.zeros
+    exact_mean, exact = oracles.posterior(
+        "softmax", K, Kx, Kxx, zeros(45, dtype=torch.float64), zeros(12, dtype=torch.float64), y
+    )
+    torch.testing.assert_close(mean.flatten(), exact_mean, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(variance.flatten(), exact.diagonal(), rtol=1e-6, atol=1e-7)
+
+
+# --- the mixture ------------------------------------------------------------------------------------------------------
+
+
+def test_the_mixture_has_the_papers_gaussians_whatever_the_seed_of_the_data() -> None:
+    settings = gmm.GmmSettings(num_train=4000, num_test=200)
+    first, second = gmm.draw(settings, 0), gmm.draw(settings, 1)
+    assert not torch.equal(first.train_inputs, second.train_inputs)
+    for c in range(10):
+        one, other = first.train_inputs[first.train_labels == c], second.train_inputs[second.train_labels == c]
+        assert len(one) == 400
+        assert (one.mean(0) - other.mean(0)).abs().max() < 0.08
+        eigenvalues = torch.linalg.eigvalsh(one.double().T.cov())
+        assert eigenvalues.min() > 0.0008 and eigenvalues.max() < 0.125  # drawn from [0.001, 0.1]
+
+
+def test_on_the_mixture_iterncgp_beats_subsets_and_svgp_at_equal_time_and_compression_costs_little() -> None:
+    sizes = {"num_train": 1500, "num_test": 300, "num_seen": 100, "subset_sizes": [100, 250], "max_rank": 3}
+    outcome = outcome_of("gmm", **sizes, inducing_points=[100], learning_rates=[0.05])
+    for claim in matching(outcome, "accuracy|nll") + matching(outcome, "compression stays"):
+        assert claim.holds, claim
+    methods = {row["method"] for row in outcome.tables["gmm"]}
+    assert methods == {
+        "paper, j ≤ 5, R = ∞",
+        "paper, j ≤ 5, R = 3",
+        "ours",
+        "SoD 100",
+        "SoD 250",
+        "SVGP 100, 0.05",
+    }
+    ends = {row["method"]: row for row in outcome.tables["gmm_summary"]}
+    slowest = max(row["seconds"] for name, row in ends.items() if "paper" in name or name == "ours")
+    assert ends["SVGP 100, 0.05"]["seconds"] >= 0.99 * slowest  # the same time, and the step that it is in
+
+
+def test_svgp_has_the_same_kernel_fixed_and_the_papers_inducing_points() -> None:
+    classes = gmm.draw(gmm.GmmSettings(num_train=200, num_test=20), 0)
+    kernel = kernels.Matern32(lengthscale=0.3, outputscale=0.7)
+    model, _ = svgp._model(svgp.require_gpytorch(), classes, kernel, 100)
+    X = classes.test_inputs
+    torch.testing.assert_close(model.covar_module(X).to_dense().detach(), kernel(X, X), rtol=1e-4, atol=1e-5)
+    learned = dict(model.named_parameters())
+    assert not any(p.requires_grad for name, p in learned.items() if "covar_module" in name)
+    inducing = next(p for name, p in learned.items() if "inducing_points" in name)
+    assert inducing.shape == (10, 10, 3)  # U/C for each class, each one of the training data
+    assert torch.cdist(inducing.detach().flatten(0, 1), classes.train_inputs).min(1).values.max() < 1e-3
+
+
+def test_an_svgp_that_diverges_keeps_its_last_scores_or_those_of_the_prior() -> None:
+    classes = gmm.draw(gmm.GmmSettings(num_train=200, num_test=20, num_seen=20), 0)
+    clock = svgp.race(classes, kernels.Matern32(lengthscale=0.3, outputscale=0.7), 50, 1e30, 5.0, seed=0)
+    assert clock.seconds < 5.0  # it did not go on
+    assert all(torch.isfinite(torch.tensor(row["test_nll"])) for row in clock.rows) and len(clock.rows) == 1
+
+
+def test_the_clock_stands_still_while_scores_are_taken() -> None:
+    labels = torch.tensor([0, 1])
+    classes = Classes(torch.zeros(2, 1), labels, torch.zeros(2, 1), labels, 2, 2)
+    clock = Clock("slow to score", "ours", classes)
+
+    def predict(x: Tensor) -> tuple[Tensor, Tensor]:
+        deadline = clock.resumed + 0.2
+        while time.perf_counter() < deadline:
+            pass
+        return torch.eye(2, dtype=torch.float64), torch.zeros(2, 2, dtype=torch.float64)
+
+    clock.score(predict)
+    assert clock.pause() < 0.1
+    assert clock.rows[0]["test_accuracy"] == 1.0 and clock.rows[0]["seconds"] < 0.1
+
+
+def test_the_best_settings_of_svgp_are_those_that_lead_in_some_score() -> None:
+    def clock(nll: float, accuracy: float, ece: float) -> Clock:
+        row = {
+            f"{d}_{k}": v for d in ("test", "train") for k, v in (("nll", nll), ("accuracy", accuracy), ("ece", ece))
+        }
+        return Clock("", "svgp", Classes(*[torch.zeros(1, 1)] * 4, 2, 1), [row])
+
+    grid = [(100, 0.1), (200, 0.1), (300, 0.1), (400, 0.1)]
+    clocks = [clock(1.0, 0.9, 0.3), clock(2.0, 0.5, 0.1), clock(1.5, 0.8, 0.4), clock(3.0, 0.1, 0.9)]
+    assert best_settings(clocks, grid, 2) == [(100, 0.1), (300, 0.1)]
+    assert (400, 0.1) not in best_settings(clocks, grid, 4)
+
+
+def test_a_slow_subset_is_left_out_at_equal_time_and_named() -> None:
+    def line(method: str, group: str, seconds: float, nll: float) -> dict[str, Any]:
+        scores = {"test_nll": nll, "test_accuracy": 1 - nll, "test_ece": nll}
+        return {"method": method, "group": group, "seconds": seconds, **scores}
+
+    found = claims(
+        [line("p", "paper", 2, 0.5), line("o", "ours", 1, 0.4), line("a", "sod", 1, 0.6), line("b", "sod", 9, 0.1)]
+    )
+    first = found[0]
+    assert first.holds and "against 0.4000 (a, 1.0 s); with more time 0.9000 (b, 9.0 s)" in first.numbers
+    assert len(found) == 6
+
+
+# --- MNIST ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """scikit-learn's digits in the files and the format of MNIST."""
+    images, labels = load_digits(return_X_y=True)
+    pixels, folder = (images * 15.9).astype("uint8"), tmp_path / "MNIST" / "raw"
+    folder.mkdir(parents=True)
+    for prefix, part in (("train", slice(0, 1200)), ("t10k", slice(1200, None))):
+        number = len(labels[part])
+        header = struct.pack(">BBBBiii", 0, 0, 8, 3, number, 8, 8)
+        (folder / f"{prefix}-images-idx3-ubyte.gz").write_bytes(gzip.compress(header + pixels[part].tobytes()))
+        header = struct.pack(">BBBBi", 0, 0, 8, 1, number)
+        content = gzip.compress(header + labels[part].astype("uint8").tobytes())
+        (folder / f"{prefix}-labels-idx1-ubyte.gz").write_bytes(content)
+    monkeypatch.setenv(mnist.VARIABLE, str(tmp_path))
+    return folder
+
+
+def test_on_digits_iterncgp_beats_svgp_in_accuracy_and_nll_at_equal_time(small_mnist: Path) -> None:
+    sizes = {"num_train": 800, "num_test": 300, "num_seen": 100}
+    outcome = outcome_of("mnist", **sizes, max_products=6, inducing_points=[100], learning_rates=[0.05])
+    for claim in matching(outcome, "accuracy|nll"):
+        assert claim.holds, claim
+    assert {"paper, j ≤ 5, R = ∞", "paper, j ≤ 1, R = ∞", "ours"} < {row["method"] for row in outcome.tables["mnist"]}
+
+
+def test_mnist_is_read_as_it_is(small_mnist: Path) -> None:
+    images, labels = load_digits(return_X_y=True)
+    read = mnist.read_idx(small_mnist / "train-images-idx3-ubyte.gz")
+    assert read.shape == (1200, 8, 8) and read.dtype == torch.uint8
+    assert torch.equal(read.flatten(1), torch.from_numpy((images[:1200] * 15.9).astype("uint8")))
+    classes = mnist.load_mnist(mnist.MnistSettings(num_train=1200, num_test=10))
+    assert sorted(classes.train_labels.tolist()) == sorted(labels[:1200].tolist())
+    assert classes.train_inputs.min() >= 0 and 0.9 < classes.train_inputs.max() <= 1
+    with pytest.raises(ConfigError, match="1200 images in its 'train' part, but 1201 were asked for"):
+        mnist.load_mnist(mnist.MnistSettings(num_train=1201, num_test=10))
+    (small_mnist / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(b"not images"))
+    with pytest.raises(ConfigError, match="is not a file of unsigned bytes in the idx format"):
+        mnist.load_mnist(mnist.MnistSettings(num_train=10, num_test=10))
+
+
+@pytest.mark.parametrize(
+    ("root", "sentence"), [(None, "Set the environment variable NTK_ITERNCGP_DATA"), ("x", "does not hold")]
+)
+def test_missing_data_are_a_sentence(
+    root: str | None, sentence: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(mnist.VARIABLE, raising=False)
+    if root:
+        monkeypatch.setenv(mnist.VARIABLE, str(tmp_path / root))
+    assert main(["mnist", "--quick", "--output-dir", str(tmp_path / "out")]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_without_gpytorch_there_is_a_sentence_before_any_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(svgp.importlib, "import_module", missing)
+    settings = gmm.GmmSettings(num_train=100, num_test=10)
+    with pytest.raises(ConfigError, match=r"not installed; install it \(pip install gpytorch\), or leave SVGP out"):
+        gmm.run(settings)
