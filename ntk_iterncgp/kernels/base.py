@@ -5,8 +5,8 @@
 Sums, products and positive multiples of covariance functions are covariance functions. Hyperparameters are float64
 tensors, cast at each call to the dtype and device of the data; one that requires a gradient stays in its graph.
 
-A kernel of distances can also be asked for its *formula*, `on_distances`, in whatever algebra the caller computes: eager
-tensors, the nodes of a graph that is compiled, KeOps' symbolic tensors. So each formula is written once.
+A kernel of distances can also be asked for its *formula*, `on_distances`, in whatever algebra the caller computes:
+eager tensors, the nodes of a graph that is compiled, KeOps' symbolic tensors. So each formula is written once.
 """
 
 import copy

@@ -1,10 +1,10 @@
 """Which way to multiply by a kernel matrix: one function chooses, and says why.
 
-    plain    eager tiles; every kernel, every device, no compiler. The reference
-    fused    tiles from compiled loops; a CPU with a C++ compiler, few coordinates
-    gemm     tiles from a matrix product; many coordinates
-    sparse   only the tiles that matter, for kernels that are local in the data
-    keops    one compiled reduction; GPUs, few coordinates
+plain    eager tiles; every kernel, every device, no compiler. The reference
+fused    tiles from compiled loops; a CPU with a C++ compiler, few coordinates
+gemm     tiles from a matrix product; many coordinates
+sparse   only the tiles that matter, for kernels that are local in the data
+keops    one compiled reduction; GPUs, few coordinates
 """
 
 from __future__ import annotations
@@ -79,8 +79,10 @@ def _choose(kernel: Kernel, X1: Tensor, X2: Tensor, tolerance: float | None) -> 
         return Choice("plain", f"no KeOps for a device of type {X1.device.type!r}")
     missing = missing_compiler()
     if missing:
-        warn_once(f"Products with large kernel matrices would be several times faster with {missing}. Going on without.")
-        return Choice("plain", f"there is no {missing}")
+        warn_once(
+            f"Products with large kernel matrices would be several times faster with {missing}. Going on without."
+        )
+        return Choice("plain", f"torch.compile lacks {missing}")
     return Choice("fused", f"{pairs:.1e} pairs in {d} coordinates are worth compiling the formula once")
 
 

@@ -1,8 +1,8 @@
 """Tiles from code that the compiler has fused: distances and formula in one loop over the pairs, nothing in between.
 
 The formula becomes a graph (torch.fx), the graph a loop (torch.compile). The compiled function knows the structure of
-the kernel, the number of coordinates and the dtype; points, hyperparameters and the size of a tile are its arguments, so
-that each formula is compiled once: seconds to tens of seconds, kept by PyTorch in a folder of its own for the next time.
+the kernel, the number of coordinates and the dtype; points, hyperparameters and the size of a tile are its arguments.
+So each formula is compiled once: seconds to tens of seconds, kept by PyTorch in a folder of its own for the next time.
 
 Coordinates lie contiguously, (d, points): a loop over pairs then reads without gaps, which is four times as fast.
 Beyond a few coordinates distances come from a matrix product (`gemm`), and the profile alone is compiled.
@@ -17,6 +17,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -83,12 +84,11 @@ def compiled_formula(formula: Formula, d: int, dtype: torch.dtype, device: str) 
     if key not in _compiled:
         with without_messages():
             function = torch.compile(_graph(formula, d), dynamic=True)
-            options = {"dtype": dtype, "device": device}
             count = len(formula.lengthscales)
             shapes = [(d, 48), (d, 80)] if d else [(48, 80)]  # unequal, or one size would be taken for both
-            tensors = [torch.zeros(shape, **options) for shape in shapes for _ in range(count)]
+            tensors = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes for _ in range(count)]
             with torch.no_grad():
-                function(*tensors, *(torch.ones((), **options) for _ in formula.numbers))
+                function(*tensors, *(torch.ones((), dtype=dtype, device=device) for _ in formula.numbers))
         _compiled[key] = torch.no_grad()(function)
     return _compiled[key]
 
@@ -96,10 +96,10 @@ def compiled_formula(formula: Formula, d: int, dtype: torch.dtype, device: str) 
 def _graph(formula: Formula, d: int) -> fx.GraphModule:
     graph, count = fx.Graph(), len(formula.lengthscales)
 
-    def inputs(name: str, number: int) -> list[fx.Proxy]:
+    def inputs(name: str, number: int) -> list[Any]:
         return [fx.Proxy(graph.placeholder(f"{name}{i}")) for i in range(number)]
 
-    def squared(x: fx.Proxy, z: fx.Proxy) -> fx.Proxy:
+    def squared(x: Any, z: Any) -> Any:
         differences = (x[c].unsqueeze(1) - z[c].unsqueeze(0) for c in range(d))
         return functools.reduce(lambda total, square: total + square, (e * e for e in differences))
 

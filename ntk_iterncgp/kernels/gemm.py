@@ -2,11 +2,11 @@
 
     r² = |x|² + |z|² − 2 x·z
 
-errs by a few roundings of the norms, e. That does no harm where the kernel is flat, but near r = 0 a Matern-1/2 takes the
-square root of it. So before the first tile the formula itself is asked how close two points must be for an error e in
-r² to change the kernel by more than a tolerance (`reach`); pairs that come out closer than that are computed again from
-their differences, and a tile with many of them is computed again in float64. The product runs in the dtype of the data:
-float32 stays float32, at twice the speed, and the result is still accurate to 1e-5.
+errs by a few roundings of the norms, e. That does no harm where the kernel is flat, but near r = 0 a Matern-1/2 takes
+the square root of it. So before the first tile the formula itself is asked how close two points must be for an error
+e in r² to change the kernel by more than a tolerance (`reach`); pairs that come out closer than that are computed again
+from their differences, and a tile with many of them is computed again in float64. The product runs in the dtype of the
+data: float32 stays float32, at twice the speed, and the result is still accurate to 1e-5.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Multiply by a kernel matrix without holding it: k(X1, X2) @ V.
 
-`KernelMatrix` stands for the matrix: made once, it chooses how to multiply (`choice`), says why, and does it as often as
-asked. `kernel_matmul` is the same for a single product. Every method computes the same formula, that of the kernel, and
-all have the same gradient, that of the plain path: tile by tile, never more than a tile held.
+`KernelMatrix` stands for the matrix: made once, it chooses how to multiply (`choice`), says why, and does it as often
+as asked. `kernel_matmul` is the same for a single product. Every method computes the same formula, that of the kernel,
+and all have the same gradient, that of the plain path: tile by tile, never more than a tile held.
 """
 
 from __future__ import annotations
@@ -108,6 +108,11 @@ class KernelMatrix:
         if V.device.type == "cuda" and keops.is_installed():
             return keops.sparse_keops_product(Formula.of(self.kernel), pattern, self._x1, self._x2, V)
         return pattern.product(self.engine, V, symmetric=symmetric)
+
+    @property
+    def uses_compiled_tiles(self) -> bool:
+        """Whether the formula has been compiled for the tiles of this matrix."""
+        return isinstance(self._engine, FusedEngine)
 
     @property
     def engine(self) -> Engine:

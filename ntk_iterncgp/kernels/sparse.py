@@ -1,10 +1,10 @@
 """Which tiles of a local kernel's matrix need not be made at all.
 
-Both sets of points are sorted by a k-d tree into leaves of neighbouring points, each with its bounding box. The distance
-between two boxes is a lower bound on every distance between their points, so for a kernel that falls with distance the
-formula at that distance is an upper bound on the whole tile: where it is below `tolerance` times k(x, x) the tile is left
-out. Every entry is then right to that tolerance, and a symmetric matrix stays symmetric, since the distance between two
-boxes does not depend on their order.
+Both sets of points are sorted by a k-d tree into leaves of neighbouring points, each with its bounding box. The
+distance between two boxes is a lower bound on every distance between their points, so for a kernel that falls with
+distance the formula at that distance is an upper bound on the whole tile: where it is below `tolerance` times k(x, x)
+the tile is left out. Every entry is then right to that tolerance, and a symmetric matrix stays symmetric, since the
+distance between two boxes does not depend on their order.
 """
 
 from __future__ import annotations
