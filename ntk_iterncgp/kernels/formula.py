@@ -41,21 +41,6 @@ class Formula:
         kernel.on_distances(squared, number)
         return cls(kernel, lengthscales, numbers)
 
-    @property
-    def name(self) -> str:
-        """The same for kernels that differ in nothing but their hyperparameters."""
-        names: list[str] = []
-
-        def visit(kernel: Kernel) -> None:
-            names.append(f"{type(kernel).__module__}.{type(kernel).__qualname__}@{id(type(kernel))}")
-            for part in getattr(kernel, "kernels", None) or filter(None, [getattr(kernel, "kernel", None)]):
-                if isinstance(part, Kernel):
-                    visit(part)
-            names.append(")")
-
-        visit(self.kernel)
-        return " ".join(names)
-
     def evaluate(self, squared: Iterable[Any], numbers: Iterable[Any]) -> Any:
         """The formula at one r² for each lengthscale."""
         next_squared, next_number = iter(squared), iter(numbers)

@@ -80,10 +80,11 @@ class FusedEngine(Engine):
 
 def compiled_formula(formula: Formula, d: int, dtype: torch.dtype, device: str) -> Callable[..., Tensor]:
     """The formula as one compiled function of coordinates (or, for d = 0, of squared distances) and numbers."""
-    key = (formula.name, d, dtype, device)
+    graph = _graph(formula, d)
+    key = (graph.code, d, dtype, device)  # the same code for kernels that differ in nothing but their hyperparameters
     if key not in _compiled:
         with without_messages():
-            function = torch.compile(_graph(formula, d), dynamic=True)
+            function = torch.compile(graph, dynamic=True)
             count = len(formula.lengthscales)
             shapes = [(d, 48), (d, 80)] if d else [(48, 80)]  # unequal, or one size would be taken for both
             tensors = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes for _ in range(count)]
