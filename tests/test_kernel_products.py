@@ -313,8 +313,8 @@ def chosen(kernel: Kernel, X: Tensor, **settings: Any) -> str:
 def test_the_choice_says_which_and_why(large: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "missing_compiler", lambda: None)
     X = draw(500, 2).float()
-    assert "by plain (1.6e+05 pairs are too few to be worth compiling)" in chosen(RBF(), X[:400])
-    assert "by fused (2.5e+05 pairs in 2 coordinates are worth compiling" in chosen(RBF(), X)
+    assert "by plain (160,000 pairs are too few to be worth compiling)" in chosen(RBF(), X[:400])
+    assert "by fused (250,000 pairs in 2 coordinates are worth compiling" in chosen(RBF(), X)
     assert "by gemm (distances in 40 coordinates are a matrix product)" in chosen(RBF(), draw(10, 40))
     assert "by plain (Flat is not a formula of distances)" in chosen(Flat(), X)
     assert "by plain (Sum is not a formula of distances)" in chosen(RBF() + Flat(), X)

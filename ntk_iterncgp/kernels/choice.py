@@ -67,7 +67,7 @@ def _choose(kernel: Kernel, X1: Tensor, X2: Tensor, tolerance: float | None) -> 
     if d > FEW_COORDINATES:
         return Choice("gemm", f"distances in {d} coordinates are a matrix product")
     if pairs < WORTH_COMPILING:
-        return Choice("plain", f"{pairs:.1e} pairs are too few to be worth compiling")
+        return Choice("plain", f"{_count(pairs)} pairs are too few to be worth compiling")
     # In float32 an entry of 1e-6 is within the rounding of the product; in float64 only who asks gets less than exact.
     allowed = DEFAULT_TOLERANCE if tolerance is None and X1.dtype == torch.float32 else tolerance
     if allowed and kernel.is_decreasing and d <= MAX_SPARSE_COORDINATES:
@@ -83,7 +83,11 @@ def _choose(kernel: Kernel, X1: Tensor, X2: Tensor, tolerance: float | None) -> 
             f"Products with large kernel matrices would be several times faster with {missing}. Going on without."
         )
         return Choice("plain", f"torch.compile lacks {missing}")
-    return Choice("fused", f"{pairs:.1e} pairs in {d} coordinates are worth compiling the formula once")
+    return Choice("fused", f"{_count(pairs)} pairs in {d} coordinates are worth compiling the formula once")
+
+
+def _count(number: int) -> str:
+    return f"{number:,}" if number < 10**6 else f"{number / 1e6:,.0f} million"
 
 
 def _check_possible(kernel: Kernel, X: Tensor, method: str) -> None:

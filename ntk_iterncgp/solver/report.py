@@ -48,11 +48,11 @@ class FitReport:
     products_by: str = ""  # how products with an explicit kernel were computed, and why
 
     def __str__(self) -> str:
-        products = f" Products by {self.products_by}." if self.products_by else ""
+        products = f", products by {self.products_by}" if self.products_by else ""
         return (
             f"{self.status}: {self.num_products} products, {self.num_newton_steps} Newton steps, rank {self.rank}, "
-            f"at least {100 * self.information_captured:.1f} % of the information captured, {self.seconds:.1f} s. "
-            f"{self.advice}{products}"
+            f"at least {100 * self.information_captured:.1f} % of the information captured, {self.seconds:.1f} s"
+            f"{products}. {self.advice}"
         )
 
 
