@@ -32,7 +32,7 @@ def keops_product(formula: Formula, X1: Tensor, X2: Tensor, V: Tensor) -> Tensor
 
 def sparse_keops_product(formula: Formula, pattern: Pattern, X1: Tensor, X2: Tensor, V: Tensor) -> Tensor:
     """The same over the pairs of leaves that a pattern keeps, as KeOps' `ranges`."""
-    with quiet_keops() as keops:
+    with quiet_keops():
         from pykeops.torch.cluster import from_matrix
 
         bounds = [
@@ -40,7 +40,6 @@ def sparse_keops_product(formula: Formula, pattern: Pattern, X1: Tensor, X2: Ten
             for leaves in (pattern.rows, pattern.columns)
         ]
         ranges = from_matrix(*bounds, pattern.keep)
-    del keops
     rows, columns = pattern.rows.order, pattern.columns.order
     result = torch.empty(len(X1), V.shape[1], dtype=V.dtype, device=V.device)
     result[rows] = _product(formula, X1[rows], X2[columns], V[columns], ranges)

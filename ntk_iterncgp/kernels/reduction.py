@@ -107,7 +107,7 @@ class KernelMatrix:
             return dense_product(self.engine, self.shape[0], V, symmetric=symmetric, chunk_bytes=self.chunk_bytes)
         if V.device.type == "cuda" and keops.is_installed():
             return keops.sparse_keops_product(Formula.of(self.kernel), pattern, self._x1, self._x2, V)
-        return pattern.product(self.engine, V, symmetric=symmetric)
+        return pattern.product(self.engine, V, symmetric=symmetric, chunk_bytes=self.chunk_bytes)
 
     @property
     def uses_compiled_tiles(self) -> bool:
@@ -124,10 +124,10 @@ class KernelMatrix:
                 x2 = x1 if self._x2 is self._x1 else self._x2[pattern.columns.order]
             if self.method == "gemm":
                 self._engine = GemmEngine(self.kernel, x1, x2)
-            elif self.method == "plain" or x1.device.type != "cpu" or missing_compiler():
-                self._engine = PlainEngine(self.kernel, x1, x2)
-            else:
+            elif self.method == "fused" or (pattern is not None and x1.device.type == "cpu" and not missing_compiler()):
                 self._engine = self._fused_or_plain(x1, x2)
+            else:
+                self._engine = PlainEngine(self.kernel, x1, x2)
         return self._engine
 
     def _fused_or_plain(self, x1: Tensor, x2: Tensor) -> Engine:

@@ -94,7 +94,7 @@ class Pattern:
         pairs = self.rows.sizes @ self.keep.double() @ self.columns.sizes
         return float(pairs) / max(1, self.rows.bounds[-1] * self.columns.bounds[-1])
 
-    def product(self, engine: Engine, V: Tensor, *, symmetric: bool) -> Tensor:
+    def product(self, engine: Engine, V: Tensor, *, symmetric: bool, chunk_bytes: int) -> Tensor:
         """k(X1, X2) @ V with an engine for the sorted points."""
         every = torch.arange(self.columns.bounds[-1], device=V.device)
         ranges = [every[s] for s in self.columns.slices]
@@ -105,13 +105,14 @@ class Pattern:
                 others = [i] + [j for j in others if j > i]
             partners.append(torch.cat([ranges[j] for j in others]) if others else every[:0])
             num_own.append(len(ranges[i]) if symmetric else -1)
+        tile_entries = min(TILE_ENTRIES, chunk_bytes // (engine.live_tiles * V.element_size()))
         sorted_result = listed_product(
             engine,
             self.rows.slices,
             partners,
             V[self.columns.order],
             num_own,
-            tile_columns=max(1, TILE_ENTRIES // max(1, int(self.rows.sizes.max()))),
+            tile_columns=max(1, tile_entries // int(self.rows.sizes.max())),
         )
         result = torch.empty_like(sorted_result)
         result[self.rows.order] = sorted_result
