@@ -17,7 +17,10 @@ from torch import Tensor
 from .formula import Formula
 from .tiles import Engine, listed_product
 
-LEAF_SIZE = 256
+LEAF_SIZE = (
+    64  # on the paper's mixture, 30 000 points: 3.4 times as fast as all tiles; 2.8 with 128 or 256, 2.9 with 32
+)
+MAX_LEAVES = 2048  # their pairs are held
 TILE_ENTRIES = 2**18
 
 
@@ -33,6 +36,7 @@ class Leaves:
     @classmethod
     def of(cls, X: Tensor, leaf_size: int = LEAF_SIZE) -> Leaves:  # (N, d)
         """Halve at the median of the widest coordinate until at most `leaf_size` points are left."""
+        leaf_size = max(leaf_size, 2 * len(X) // MAX_LEAVES)  # a leaf is at least half full
         leaves: list[Tensor] = []
         stack = [torch.arange(len(X), device=X.device)]
         while stack:
