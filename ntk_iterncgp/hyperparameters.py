@@ -152,8 +152,8 @@ def climb(
         return dict(values) | {name: x.exp() for name, x in bounded.items()}
 
     def loss() -> Tensor:
-        optimizer.zero_grad()
         nonlocal num_products
+        optimizer.zero_grad()
         now = current()
         value = -elbo_at(state, _kernels_with(kernels, now), now.get(NOISE)) / state.problem.num_rows
         value.backward()
@@ -177,21 +177,19 @@ def elbo_at(state: State, kernels: list[Kernel], noise: Tensor | None = None) ->
     images = moved.image(actions)
     gram = _gram(actions, images)
     gram = 0.5 * (gram + gram.T)
-    noise_gram = state.noise_gram + state.rounding * torch.eye(actions.size, dtype=torch.float64, device=gram.device)
+    scale: Tensor | float = 1.0
     if noise is not None:
         assert isinstance(problem.likelihood, Gaussian)
-        noise_gram = state.noise_gram * (noise.to(gram.device) / problem.likelihood.variance)
-    lower = torch.linalg.cholesky(
-        gram
-        + noise_gram
-        + 1e-12 * gram.detach().diagonal().mean() * torch.eye(actions.size, dtype=torch.float64, device=gram.device)
-    )
+        scale = noise.to(gram.device) / problem.likelihood.variance
+    eye = torch.eye(actions.size, dtype=torch.float64, device=gram.device)
+    noise_gram = scale * state.noise_gram + state.rounding * eye
+    lower, noise_lower = _cholesky(gram + noise_gram), _cholesky(noise_gram)
     projected = actions.inner(state.right_hand_side[:, None])  # Sᵀb
     w = torch.cholesky_solve(projected, lower)  # (B, 1)
     divergence = 0.5 * (
         (w.T @ gram @ w).squeeze()
         + 2 * lower.diagonal().log().sum()
-        - torch.logdet(noise_gram)
+        - 2 * noise_lower.diagonal().log().sum()
         - torch.cholesky_solve(gram, lower).trace()
     )
     total = gram.new_zeros(())
@@ -209,6 +207,17 @@ def elbo_at(state: State, kernels: list[Kernel], noise: Tensor | None = None) ->
             preserve_rng_state=False,
         )
     return total - divergence
+
+
+def _cholesky(matrix: Tensor) -> Tensor:
+    """The Cholesky factor; of a matrix that is not positive definite in rounding, with as much noise as it takes."""
+    size, jitter = float(matrix.detach().diagonal().mean()), 0.0
+    eye = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+    while True:
+        lower, info = torch.linalg.cholesky_ex(matrix + jitter * size * eye)
+        if int(info) == 0 or not jitter < 1:
+            return lower
+        jitter = max(10 * jitter, 1e-14)
 
 
 def _gram(actions: Columns, images: Columns) -> Tensor:  # (B, B)

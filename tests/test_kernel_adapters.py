@@ -122,6 +122,16 @@ def test_the_weights_get_the_gradient_of_the_dense_product(method: str) -> None:
         close(found, wanted, atol=1e-10)
 
 
+def test_the_weights_get_a_gradient_also_where_the_deep_kernel_is_part_of_a_sum() -> None:
+    features, X, V = network(), draw(9, 5), draw(9, 2, seed=1)
+    kernel = 0.5 * (Deep(features, RBF(0.8)) + Matern32(2.0))
+    weights = list(features.parameters())
+    expected = torch.autograd.grad((0.5 * RBF(0.8)(features(X), features(X)) @ V).sum(), weights)
+    found = torch.autograd.grad(kernel_matmul(kernel, X, X, V).sum(), weights)
+    for actual, wanted in zip(found, expected, strict=True):
+        close(actual, wanted, atol=1e-10)
+
+
 def test_features_are_computed_once_for_a_product_of_many_tiles() -> None:
     calls: list[int] = []
     features = network()

@@ -182,6 +182,9 @@ class Deep(Kernel):
         changed.kernel = self.kernel.with_hyperparameters(values)
         return changed
 
+    def trainable(self) -> list[Tensor]:
+        return [*self.kernel.trainable(), *self.features.parameters()]
+
     def simplified(self, *inputs: Tensor) -> tuple[Kernel, tuple[Tensor, ...]]:
         return self.kernel.simplified(*(self._features(X) for X in inputs))
 

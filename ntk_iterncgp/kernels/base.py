@@ -56,6 +56,10 @@ class Kernel(ABC):
         """An equal kernel on transformed inputs, where that saves transforming them again for every tile."""
         return self, inputs
 
+    def trainable(self) -> list[Tensor]:
+        """What a product may have to be differentiated by: the hyperparameters, and weights where there are any."""
+        return list(self.hyperparameters().values())
+
     def with_hyperparameters(self, values: Mapping[str, Tensor]) -> Self:
         """The same kernel with some of its hyperparameters replaced, by the names of `hyperparameters()`."""
         changed = copy.copy(self)
@@ -118,6 +122,9 @@ class Scaled(Kernel):
     def _evaluate_diagonal(self, X: Tensor) -> Tensor:
         return cast_like(self.scale, X) * self.kernel._evaluate_diagonal(X)
 
+    def trainable(self) -> list[Tensor]:
+        return [self.scale, *self.kernel.trainable()]
+
     @property
     def is_of_distance(self) -> bool:  # type: ignore[override]
         return self.kernel.is_of_distance
@@ -166,6 +173,9 @@ class _Combination(Kernel):
     def with_hyperparameters(self, values: Mapping[str, Tensor]) -> Self:
         super().with_hyperparameters({n: v for n, v in values.items() if n not in self.hyperparameters()})  # refuses
         return type(self)(*(k.with_hyperparameters(_under(str(i), values)) for i, k in enumerate(self.kernels)))
+
+    def trainable(self) -> list[Tensor]:
+        return [tensor for kernel in self.kernels for tensor in kernel.trainable()]
 
     @property
     def is_of_distance(self) -> bool:  # type: ignore[override]

@@ -40,6 +40,8 @@ def kernel_matmul(
 class KernelMatrix:
     """k(X1, X2) for X1 (a, d) and X2 (b, d), to be multiplied by V (b, k) with `@`.
 
+    It stands for the hyperparameters that the kernel has when it is made; make another when they change.
+
     X2           None: X1, and then the matrix is symmetric and half of it is computed
     method       "auto", "plain", "fused", "gemm", "sparse" or "keops"
     tolerance    what the sparse method may leave out, as a share of the kernel's largest value. None: 1e-6 where it was
@@ -84,16 +86,14 @@ class KernelMatrix:
 
     def __matmul__(self, V: Tensor) -> Tensor:
         _check_columns(V, self.X2)
-        hyperparameters = tuple(self.kernel.hyperparameters().values())
-        differentiable = torch.is_grad_enabled() and any(
-            t.requires_grad for t in (self.X1, self.X2, V, *hyperparameters)
-        )
+        trainable = self.kernel.trainable()
+        differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (self.X1, self.X2, V, *trainable))
         if not differentiable:
             with torch.no_grad():
                 return self._product(V.detach())
         if self.method == "plain":
             return differentiable_product(self.kernel, self.X1, self.X2, V, chunk_bytes=self.chunk_bytes)
-        result: Tensor = _WithPlainGradient.apply(self, self.X1, self.X2, V, *hyperparameters)
+        result: Tensor = _WithPlainGradient.apply(self, self.X1, self.X2, V, *trainable)
         return result
 
     def _product(self, V: Tensor) -> Tensor:
@@ -154,9 +154,9 @@ class _WithPlainGradient(torch.autograd.Function):
     """A product by any method, with the gradient of the plain one."""
 
     @staticmethod
-    def forward(ctx: Any, matrix: KernelMatrix, X1: Tensor, X2: Tensor, V: Tensor, *hyperparameters: Tensor) -> Tensor:
+    def forward(ctx: Any, matrix: KernelMatrix, X1: Tensor, X2: Tensor, V: Tensor, *trainable: Tensor) -> Tensor:
         ctx.matrix = matrix
-        ctx.save_for_backward(X1, X2, V, *hyperparameters)
+        ctx.save_for_backward(X1, X2, V, *trainable)
         result = matrix._product(V.detach())
         matrix._engine = None  # its copies of the points are not needed in the backward pass
         return result
@@ -165,8 +165,8 @@ class _WithPlainGradient(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         matrix, create_graph = ctx.matrix, torch.is_grad_enabled()
         with torch.enable_grad():
-            X1, X2, V, *hyperparameters = ctx.saved_tensors
-            inputs = [X1.view_as(X1), X2.view_as(X2), V, *hyperparameters]  # X1 may be X2: one gradient for each
+            X1, X2, V, *trainable = ctx.saved_tensors
+            inputs = [X1.view_as(X1), X2.view_as(X2), V, *trainable]  # X1 may be X2: one gradient for each
             wanted = [t for t, needed in zip(inputs, ctx.needs_input_grad[1:], strict=True) if needed]
             product = differentiable_product(matrix.kernel, *inputs[:3], chunk_bytes=matrix.chunk_bytes)
             found = torch.autograd.grad(product, wanted, gradients[0], create_graph=create_graph, allow_unused=True)
