@@ -188,10 +188,9 @@ def measure_high_dimension(size: Size) -> list[Row]:
 
 
 def show(rows: list[Row]) -> None:
-    print(f"{'':18} {'target':>9} {'measured':>10}")
     for row in rows:
         target = "" if row.target is None else f"{'>=' if row.at_least else '<='} {row.target:g}"
-        print(f"{row.name:18} {target:>9} {row.measured:10.3g}  {row.verdict}".rstrip())
+        print(f"{row.name:18} {target:>9} {row.measured:10.3g}  {row.verdict}".rstrip(), flush=True)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -200,8 +199,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write settings and ratios here, too")
     arguments = parser.parse_args(argv)
     size = QUICK if arguments.quick else Size()
-    rows = [*measure_low_dimension(size), *measure_mixture(size), *measure_high_dimension(size)]
-    show(rows)
+    rows: list[Row] = []
+    print(f"{'':18} {'target':>9} {'measured':>10}", flush=True)
+    for measure in (measure_low_dimension, measure_mixture, measure_high_dimension):
+        found = measure(size)
+        show(found)
+        rows += found
     if arguments.json:
         settings = asdict(size) | {"columns": COLUMNS, "threads": torch.get_num_threads()}
         results = [asdict(row) | {"verdict": row.verdict} for row in rows]
