@@ -72,6 +72,8 @@ def maximise_elbo(
     """Fit, climb, fit again, until no hyperparameter moves by more than a share `tolerance`; ends with the best fit."""
     started = time.perf_counter()
     values = {name: value.detach().clone() for name, value in hyperparameters(kernels, likelihood).items()}
+    if not values:
+        raise ValueError(f"optimize expects a kernel with hyperparameters, but {kernels[0]!r} shows none.")
     unknown = [name for name in fixed if name not in values]
     if unknown:
         raise ValueError(f"fixed expects names among {list(values)}, but got {unknown}.")

@@ -50,6 +50,7 @@ class FromGPyTorch(Kernel):
                 "Pass a list of kernels, one for each output."
             )
         self.kernel = _translated(kernel) or _Called(kernel)
+        self.is_of_distance, self.is_decreasing = self.kernel.is_of_distance, self.kernel.is_decreasing
 
     @property
     def input_dimension(self) -> int | None:
@@ -65,14 +66,6 @@ class FromGPyTorch(Kernel):
 
     def simplified(self, *inputs: Tensor) -> tuple[Kernel, tuple[Tensor, ...]]:
         return self.kernel, inputs
-
-    @property
-    def is_of_distance(self) -> bool:  # type: ignore[override]
-        return self.kernel.is_of_distance
-
-    @property
-    def is_decreasing(self) -> bool:  # type: ignore[override]
-        return self.kernel.is_decreasing
 
     def on_distances(self, squared: Callable[[Tensor], Any], number: Callable[[Tensor], Any]) -> Any:
         return self.kernel.on_distances(squared, number)

@@ -108,6 +108,7 @@ class Scaled(Kernel):
             )
         self.scale = positive(scale, "the factor of a kernel")
         self.kernel = kernel
+        self.is_of_distance, self.is_decreasing = kernel.is_of_distance, kernel.is_decreasing
 
     @property
     def input_dimension(self) -> int | None:
@@ -124,14 +125,6 @@ class Scaled(Kernel):
 
     def trainable(self) -> list[Tensor]:
         return [self.scale, *self.kernel.trainable()]
-
-    @property
-    def is_of_distance(self) -> bool:  # type: ignore[override]
-        return self.kernel.is_of_distance
-
-    @property
-    def is_decreasing(self) -> bool:  # type: ignore[override]
-        return self.kernel.is_decreasing
 
     def on_distances(self, squared: Callable[[Tensor], Any], number: Callable[[Tensor], Any]) -> Any:
         return number(self.scale) * self.kernel.on_distances(squared, number)
@@ -160,6 +153,8 @@ class _Combination(Kernel):
                 "Give them lengthscales of the same length."
             )
         self.kernels = kernels
+        self.is_of_distance = all(kernel.is_of_distance for kernel in kernels)
+        self.is_decreasing = all(kernel.is_decreasing for kernel in kernels)
         self._input_dimension = dimensions.pop() if dimensions else None
 
     @property
@@ -176,14 +171,6 @@ class _Combination(Kernel):
 
     def trainable(self) -> list[Tensor]:
         return [tensor for kernel in self.kernels for tensor in kernel.trainable()]
-
-    @property
-    def is_of_distance(self) -> bool:  # type: ignore[override]
-        return all(kernel.is_of_distance for kernel in self.kernels)
-
-    @property
-    def is_decreasing(self) -> bool:  # type: ignore[override]
-        return all(kernel.is_decreasing for kernel in self.kernels)
 
 
 @final
