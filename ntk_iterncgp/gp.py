@@ -15,7 +15,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ntk_iterncgp.kernels import Kernel
+from ntk_iterncgp.gp_checks import checked_kernels, checked_likelihood, checked_mean, choose_kronecker
+from ntk_iterncgp.hyperparameters import OptimizationReport, maximise_elbo
+from ntk_iterncgp.kernels import METHODS, Kernel
 from ntk_iterncgp.likelihoods import Likelihood
 from ntk_iterncgp.posterior import Evidence, Posterior
 from ntk_iterncgp.predictive import check_interval, check_link, credible_interval, expected_response
@@ -24,6 +26,7 @@ from ntk_iterncgp.solver import (
     NewtonOptions,
     Policy,
     Problem,
+    State,
     Stopping,
     initial_state,
     newton,
@@ -33,7 +36,6 @@ from ntk_iterncgp.solver import (
 from ntk_iterncgp.solver.report import Callback, FitReport, drive
 from ntk_iterncgp.solver.stopping import whole_number
 
-ACTIONS = ("auto", "joint", "kronecker")
 MAX_KRONECKER_RANK = 3000  # beyond this the B×B algebra takes longer than it saves in products
 
 
@@ -54,6 +56,8 @@ class NonConjugateGP:
                        product gives up to (C−1)², at the price of larger small matrices. "auto": Kronecker for up to
                        eleven classes, a shared kernel and the policies "curvature_residual" and "random_subspace"
     damped             False for the paper's undamped Newton steps
+    product_method     how to multiply by the kernel matrix: "auto", "plain", "fused", "gemm", "sparse" or "keops"
+    product_tolerance  what the sparse method may leave out, as a share of the kernel's largest value; 0 for nothing
     chunk_bytes        memory for one block of the kernel matrix
     seed               for policies that draw random numbers
     dtype, device      None: as the data
@@ -74,27 +78,33 @@ class NonConjugateGP:
         newton_tol: float = 1e-2,
         actions: str = "auto",
         damped: bool = True,
+        product_method: str = "auto",
+        product_tolerance: float | None = None,
         chunk_bytes: int = 64 * 2**20,
         seed: int = 0,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        self.likelihood = _checked_likelihood(likelihood)
-        self.kernels = _checked_kernels(kernel, likelihood)
-        self.mean = _checked_mean(mean, likelihood)
+        self.likelihood = checked_likelihood(likelihood)
+        self.kernels = checked_kernels(kernel, likelihood)
+        self.mean = checked_mean(mean, likelihood)
         self.policy = resolve_policy(policy)
         self.stopping = Stopping(
             max_products, products_per_step, max_newton_steps, newton_tol, residual_tol=min(1e-5, 1e-3 * newton_tol)
         )
         self.options = NewtonOptions(max_rank, compression, damped)
-        self.kronecker = _choose_kronecker(actions, policy, likelihood, self.kernels, max_rank)
+        self.kronecker = choose_kronecker(actions, policy, likelihood, self.kernels, max_rank)
         if self.kronecker and max_rank is None:
             self.options = NewtonOptions(MAX_KRONECKER_RANK, compression, damped)
+        if product_method not in METHODS:
+            raise ValueError(f"product_method expects one of {', '.join(map(repr, METHODS))}, got {product_method!r}.")
+        self.product_method, self.product_tolerance = product_method, product_tolerance
         self.chunk_bytes = whole_number("chunk_bytes", chunk_bytes, at_least=1)
         self.seed = whole_number("seed", seed, at_least=0)
         self.dtype, self.device = dtype, device
         self._posterior: Posterior | None = None
         self._report: FitReport | None = None
+        self.optimization_: OptimizationReport | None = None  # how `optimize` went
 
     def __repr__(self) -> str:
         kernel = repr(self.kernels[0]) if len(self.kernels) == 1 else repr(self.kernels)
@@ -110,7 +120,14 @@ class NonConjugateGP:
         """Infer the posterior from inputs X (N, d) and targets y. `callback` sees each state of the solver."""
         inputs = self._checked_inputs(X, "X").detach().clone()  # what the caller does to X later changes nothing here
         targets = self._checked_targets(y, inputs).clone()
-        prior = GramPrior(self.kernels, inputs, self.mean, chunk_bytes=self.chunk_bytes)
+        prior = GramPrior(
+            self.kernels,
+            inputs,
+            self.mean,
+            chunk_bytes=self.chunk_bytes,
+            method=self.product_method,
+            tolerance=self.product_tolerance,
+        )
         for kernel in self.kernels:
             kernel.diagonal(inputs[:1])  # checks the dimension
         problem = Problem(prior, self.likelihood, targets)
@@ -124,7 +141,41 @@ class NonConjugateGP:
             callback=callback,
             history=[],
         )
+        self._report = replace(self._report, products_by=prior.how)
         self._posterior = Posterior(state)
+        return self
+
+    def optimize(
+        self,
+        X: Tensor,
+        y: Tensor,
+        *,
+        max_steps: int = 20,
+        tolerance: float = 0.02,
+        fixed: Sequence[str] = (),
+        progress_bar: bool = False,
+    ) -> NonConjugateGP:
+        """Choose lengthscales, outputscale and noise by the evidence lower bound, and fit there.
+
+        Each of at most `max_steps` steps spends `max_products` on a fit and then climbs, until nothing moves by more
+        than a share `tolerance`. The bound is as tight as the fit: see to it that `information_captured` is high.
+        `fixed` names hyperparameters to leave as they are. `kernels`, `likelihood` and `optimization_` have the result.
+        """
+
+        def fit(kernels: list[Kernel], likelihood: Likelihood) -> State:
+            self.kernels, self.likelihood = kernels, likelihood
+            left = self.stopping.max_products - self.fit(X, y).report_.num_products
+            return (self.refine(left) if left > 0 else self).posterior_.state  # a loose bound prefers smooth kernels
+
+        self.optimization_ = maximise_elbo(
+            fit,
+            self.kernels,
+            self.likelihood,
+            max_steps=whole_number("max_steps", max_steps, at_least=1),
+            tolerance=tolerance,
+            fixed=fixed,
+            progress_bar=progress_bar,
+        )
         return self
 
     @torch.no_grad()
@@ -142,6 +193,7 @@ class NonConjugateGP:
             callback=callback,
             history=report.history,
         )
+        self._report = replace(self._report, products_by=report.products_by)
         self._posterior = Posterior(state)
         return self
 
@@ -270,70 +322,3 @@ class NonConjugateGP:
     def _parts(self, x: Tensor, extra: int = 0) -> Iterator[Tensor]:
         """x in parts whose work fits in `chunk_bytes`; one empty part for no inputs."""
         return iter(torch.split(x, max(1, self.chunk_bytes // (self.posterior_.bytes_per_input() + extra))))
-
-
-def _checked_likelihood(likelihood: Likelihood) -> Likelihood:
-    if not isinstance(likelihood, Likelihood):
-        raise TypeError(
-            f"likelihood expects an instance such as Softmax(10), Bernoulli(), Poisson() or Gaussian(0.1), "
-            f"but got {likelihood!r}."
-        )
-    return likelihood
-
-
-def _checked_kernels(kernel: Kernel | Sequence[Kernel], likelihood: Likelihood) -> list[Kernel]:
-    if isinstance(kernel, Kernel):
-        return [kernel]
-    kernels = list(kernel) if isinstance(kernel, Sequence) else [kernel]
-    for item in kernels:
-        if not isinstance(item, Kernel):
-            raise TypeError(
-                f"kernel expects a kernel such as Matern32(lengthscale=0.5), or a list of them; got {item!r}."
-            )
-    if len(kernels) != likelihood.num_outputs:
-        raise ValueError(
-            f"{likelihood!r} has {likelihood.num_outputs} output(s) and expects as many kernels, but got "
-            f"{len(kernels)}. Pass one kernel for each output, or a single kernel (not in a list) for all of them."
-        )
-    return kernels
-
-
-def _checked_mean(mean: float | Sequence[float] | Tensor, likelihood: Likelihood) -> Tensor:  # (C,)
-    values = torch.as_tensor(mean, dtype=torch.float64)
-    if values.ndim > 1 or (values.ndim == 1 and len(values) != likelihood.num_outputs):
-        raise ValueError(
-            f"mean expects one number, or one for each of the {likelihood.num_outputs} output(s), "
-            f"but got shape {tuple(values.shape)}."
-        )
-    if not bool(torch.isfinite(values).all()):
-        raise ValueError("mean expects finite numbers, but got NaN or infinity.")
-    return values.expand(likelihood.num_outputs).clone()
-
-
-def _choose_kronecker(
-    actions: str, policy: str | Policy, likelihood: Likelihood, kernels: list[Kernel], max_rank: int | None
-) -> bool:
-    """Whether each product is used as many actions, and whether it can be."""
-    if actions not in ACTIONS:
-        raise ValueError(f"actions expects one of {', '.join(map(repr, ACTIONS))}, but got {actions!r}.")
-    rank = likelihood.curvature_rank
-    if actions == "auto":
-        dense_residual = policy in ("curvature_residual", "random_subspace")
-        affordable = rank**2 <= 100 and (max_rank is None or max_rank >= 4 * rank**2)
-        return dense_residual and affordable and rank > 1 and len(kernels) == 1 and not likelihood.is_quadratic
-    if actions == "kronecker":
-        if len(kernels) > 1:
-            raise ValueError(
-                f"Kronecker actions expect one kernel shared by all outputs, but got {len(kernels)}. "
-                "Use actions='joint'."
-            )
-        if policy == "unit":
-            raise ValueError(
-                "Kronecker actions expect a policy that spreads over the data, but got 'unit'. Use 'joint'."
-            )
-        if max_rank is not None and max_rank < rank**2:
-            raise ValueError(
-                f"Kronecker actions of {likelihood!r} expect a max_rank of at least {rank**2}, to hold the mean, but "
-                f"got {max_rank}. Raise it, or use actions='joint'."
-            )
-    return actions == "kronecker"

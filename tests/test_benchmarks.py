@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import ntk, solver
+from benchmarks import hyperparameters, kernels, ntk, solver
+from ntk_iterncgp.kernels import fused
 
 
 def test_the_solver_benchmark_prints_a_table_and_writes_its_ratios(
@@ -88,3 +89,39 @@ def test_the_columns_of_the_ntk_are_measured_in_epochs(tmp_path: Path, capsys: p
     assert "epochs per column" in shown and "peak memory of fit" in shown
     assert all(figures["LeNet"][f"k={k}"] > 0 for k in (1, 8, 32))
     assert figures["memory"]["predict"] > 0
+
+
+@pytest.mark.skipif(fused.missing_compiler() is not None, reason="needs a C++ compiler")
+def test_the_kernel_benchmark_prints_a_table_and_writes_its_ratios(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "kernels.json"
+    kernels.main(["--quick", "--json", str(file)])
+    rows = {row["name"]: row for row in json.loads(file.read_text())["results"]}
+    targets = {name: row["target"] for name, row in rows.items() if row["target"] is not None}
+    assert targets == {
+        "fused / KeOps": 2.0,
+        "fused / eager": 5.0,
+        "sparse / fused": 3.0,
+        "error of sparse": 1e-5,
+        "gemm / bare": 1.5,
+        "memory": 4.0,
+    }
+    assert all(row["verdict"] in ("", "too small to judge") for row in rows.values())
+    assert rows["error of sparse"]["measured"] < 1e-5 and rows["fused / eager"]["measured"] > 0
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
+    missed, kept = (kernels.Row("x", 1.0, target).verdict for target in (2.0, 0.5))
+    assert (missed, kept, kernels.Row("x", 1.0, 0.5, at_least=False).verdict) == ("MISSED", "ok", "MISSED")
+
+
+def test_the_benchmark_of_hyperparameters_shows_found_over_true(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "hyperparameters.json"
+    hyperparameters.main(["--quick", "--json", str(file)])
+    rows = json.loads(file.read_text())["results"]
+    assert [row["likelihood"] for row in rows] == ["bernoulli", "poisson"]
+    assert all(row["lengthscale"] > 0 and row["verdict"] == "too small to judge" for row in rows)
+    assert "found / true" in capsys.readouterr().out
+    assert hyperparameters.Row("poisson", 0, 1.2, 0.85, 4, True).verdict == "ok"
+    assert hyperparameters.Row("poisson", 0, 1.2, 0.75, 4, True).verdict == "MISSED"

@@ -27,7 +27,7 @@ from ntk_iterncgp.kernels import (
     kernel_matmul,
 )
 from ntk_iterncgp.kernels.distance import squared_distances
-from ntk_iterncgp.kernels.reduction import LIVE_TILES, _tile_shape
+from ntk_iterncgp.kernels.tiles import LIVE_TILES, tile_shape
 
 STATIONARY: list[type[Stationary]] = [RBF, Matern12, Matern32, Matern52]
 DIMENSIONS = [1, 3, 40]  # both ways of computing distances
@@ -311,7 +311,7 @@ def test_a_product_does_not_depend_on_the_chunks(kind: type[Stationary], chunk_b
 
 def test_a_product_of_several_tiles_is_the_dense_product_at_the_default_size() -> None:
     kernel, X, V = Matern32(0.9), draw(1100, 2), draw(1100, 3, seed=1)
-    rows, columns = _tile_shape(1100, 1100, 8, "cpu", 64 * 2**20)
+    rows, columns = tile_shape(1100, 1100, 8, "cpu", 64 * 2**20)
     assert rows < 1100 and columns < 1100
     close(kernel_matmul(kernel, X, X, V), kernel(X, X) @ V)
 
@@ -328,7 +328,7 @@ def test_a_product_with_nothing_is_empty_or_zero(chunk_bytes: int) -> None:
 @given(a=st.integers(0, 10**6), b=st.integers(0, 10**6), chunk_bytes=st.integers(1, 10**9))
 def test_a_tile_is_never_larger_than_the_memory_allowed(a: int, b: int, chunk_bytes: int) -> None:
     for device in ("cpu", "cuda"):
-        rows, columns = _tile_shape(a, b, 4, device, chunk_bytes)
+        rows, columns = tile_shape(a, b, 4, device, chunk_bytes)
         assert rows >= 1 and columns >= 1
         assert rows * columns == 1 or rows * columns * 4 * LIVE_TILES <= chunk_bytes
 

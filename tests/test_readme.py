@@ -31,7 +31,8 @@ def test_the_python_of_a_page_runs_in_order(page: Path) -> None:
 
 
 def test_there_is_python_to_run() -> None:
-    assert [len(python_blocks(page.read_text(encoding="utf-8"))) >= 1 for page in PAGES] == [True, True, False, False]
+    with_code = {page.name for page in PAGES if python_blocks(page.read_text(encoding="utf-8"))}
+    assert with_code >= {"README.md", "extending.md", "kernels.md"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

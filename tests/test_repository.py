@@ -27,7 +27,7 @@ ORDER = [
     {"posterior", "weight_posterior"},
     {"predictive"},
     {"network"},
-    {"tuning"},
+    {"tuning", "hyperparameters", "gp_checks"},
     {"gp", "laplace_addon"},
     {"checkpoint"},
     {"evaluation"},

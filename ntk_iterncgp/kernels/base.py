@@ -4,13 +4,17 @@
 
 Sums, products and positive multiples of covariance functions are covariance functions. Hyperparameters are float64
 tensors, cast at each call to the dtype and device of the data; one that requires a gradient stays in its graph.
+
+A kernel of distances can also be asked for its *formula*, `on_distances`, in whatever algebra the caller computes:
+eager tensors, the nodes of a graph that is compiled, KeOps' symbolic tensors. So each formula is written once.
 """
 
+import copy
 import functools
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor
@@ -40,6 +44,30 @@ class Kernel(ABC):
 
     @abstractmethod
     def __repr__(self) -> str: ...
+
+    is_of_distance: bool = False  # k(x, z) depends on scaled distances alone, and `on_distances` is written
+    is_decreasing: bool = False  # and it falls as points move apart, so that far tiles may be skipped
+
+    def on_distances(self, squared: Callable[[Tensor], Any], number: Callable[[Tensor], Any]) -> Any:
+        """The formula, given r² for a lengthscale and the value of a hyperparameter in the caller's algebra."""
+        raise NotImplementedError(f"{type(self).__name__} is not written as a formula of distances.")
+
+    def simplified(self, *inputs: Tensor) -> tuple["Kernel", tuple[Tensor, ...]]:
+        """An equal kernel on transformed inputs, where that saves transforming them again for every tile."""
+        return self, inputs
+
+    def trainable(self) -> list[Tensor]:
+        """What a product may have to be differentiated by: the hyperparameters, and weights where there are any."""
+        return list(self.hyperparameters().values())
+
+    def with_hyperparameters(self, values: Mapping[str, Tensor]) -> Self:
+        """The same kernel with some of its hyperparameters replaced, by the names of `hyperparameters()`."""
+        changed = copy.copy(self)
+        for name, value in values.items():
+            if name not in self.hyperparameters():
+                raise ValueError(f"{self!r} has no hyperparameter {name!r}; it has {list(self.hyperparameters())}.")
+            setattr(changed, name, value)
+        return changed
 
     def __call__(self, X1: Tensor, X2: Tensor) -> Tensor:
         """The matrix k(X1, X2) of shape (a, b) for inputs X1 (a, d) and X2 (b, d)."""
@@ -80,6 +108,7 @@ class Scaled(Kernel):
             )
         self.scale = positive(scale, "the factor of a kernel")
         self.kernel = kernel
+        self.is_of_distance, self.is_decreasing = kernel.is_of_distance, kernel.is_decreasing
 
     @property
     def input_dimension(self) -> int | None:
@@ -93,6 +122,17 @@ class Scaled(Kernel):
 
     def _evaluate_diagonal(self, X: Tensor) -> Tensor:
         return cast_like(self.scale, X) * self.kernel._evaluate_diagonal(X)
+
+    def trainable(self) -> list[Tensor]:
+        return [self.scale, *self.kernel.trainable()]
+
+    def on_distances(self, squared: Callable[[Tensor], Any], number: Callable[[Tensor], Any]) -> Any:
+        return number(self.scale) * self.kernel.on_distances(squared, number)
+
+    def with_hyperparameters(self, values: Mapping[str, Tensor]) -> Self:
+        changed = super().with_hyperparameters({n: v for n, v in values.items() if not n.startswith("kernel.")})
+        changed.kernel = self.kernel.with_hyperparameters(_under("kernel", values))
+        return changed
 
     def __repr__(self) -> str:
         return f"{written(self.scale)} * {_bracketed(self.kernel)}"
@@ -113,6 +153,8 @@ class _Combination(Kernel):
                 "Give them lengthscales of the same length."
             )
         self.kernels = kernels
+        self.is_of_distance = all(kernel.is_of_distance for kernel in kernels)
+        self.is_decreasing = all(kernel.is_decreasing for kernel in kernels)
         self._input_dimension = dimensions.pop() if dimensions else None
 
     @property
@@ -122,6 +164,13 @@ class _Combination(Kernel):
     def hyperparameters(self) -> dict[str, Tensor]:
         dotted = (_dotted(str(i), kernel) for i, kernel in enumerate(self.kernels))
         return functools.reduce(operator.or_, dotted)
+
+    def with_hyperparameters(self, values: Mapping[str, Tensor]) -> Self:
+        super().with_hyperparameters({n: v for n, v in values.items() if n not in self.hyperparameters()})  # refuses
+        return type(self)(*(k.with_hyperparameters(_under(str(i), values)) for i, k in enumerate(self.kernels)))
+
+    def trainable(self) -> list[Tensor]:
+        return [tensor for kernel in self.kernels for tensor in kernel.trainable()]
 
 
 @final
@@ -133,6 +182,9 @@ class Sum(_Combination):
 
     def _evaluate_diagonal(self, X: Tensor) -> Tensor:
         return functools.reduce(operator.add, (kernel._evaluate_diagonal(X) for kernel in self.kernels))
+
+    def on_distances(self, squared: Callable[[Tensor], Any], number: Callable[[Tensor], Any]) -> Any:
+        return functools.reduce(operator.add, (kernel.on_distances(squared, number) for kernel in self.kernels))
 
     def __repr__(self) -> str:
         return " + ".join(map(repr, self.kernels))
@@ -147,6 +199,9 @@ class Product(_Combination):
 
     def _evaluate_diagonal(self, X: Tensor) -> Tensor:
         return functools.reduce(operator.mul, (kernel._evaluate_diagonal(X) for kernel in self.kernels))
+
+    def on_distances(self, squared: Callable[[Tensor], Any], number: Callable[[Tensor], Any]) -> Any:
+        return functools.reduce(operator.mul, (kernel.on_distances(squared, number) for kernel in self.kernels))
 
     def __repr__(self) -> str:
         return " * ".join(map(_bracketed, self.kernels))
@@ -239,6 +294,10 @@ def _parts(kernel: Kernel, kind: type[_Combination]) -> tuple[Kernel, ...]:
 
 def _dotted(prefix: str, kernel: Kernel) -> dict[str, Tensor]:
     return {f"{prefix}.{name}": value for name, value in kernel.hyperparameters().items()}
+
+
+def _under(prefix: str, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {n.removeprefix(f"{prefix}."): v for n, v in values.items() if n.startswith(f"{prefix}.")}
 
 
 def _bracketed(kernel: Kernel) -> str:

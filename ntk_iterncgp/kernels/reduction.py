@@ -1,70 +1,190 @@
-"""Multiply by a kernel matrix without holding it: k(X1, X2) @ V, one tile of the matrix at a time.
+"""Multiply by a kernel matrix without holding it: k(X1, X2) @ V.
 
-This is the plain path: eager PyTorch, every kernel, every device. On the CPU a tile is kept small enough for the cache
-whatever memory is allowed, because an elementwise formula on 1 to 4 MB runs several times faster than on 64 MB.
-Million pairs per second on two cores (N = 5000, d = 3, ten columns), by the size of a tile:
-
-                        0.25 MB   0.5 MB   1 MB   2 MB   4 MB   8 MB   over 50 MB
-    RBF, float32            215      298    386    448    506    299          103
-    Matern32, float32       171      237    271    302    277    167           57
-    RBF, float64                     159    189    234    264    205           56
-    Matern32, float64                110    121    148    134    114           30
+`KernelMatrix` stands for the matrix: made once, it chooses how to multiply (`choice`), says why, and does it as often
+as asked. `kernel_matmul` is the same for a single product. Every method computes the same formula, that of the kernel,
+and all have the same gradient, that of the plain path: tile by tile, never more than a tile held.
 """
 
-import math
+from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
+from . import keops
 from .base import Kernel, check_pair, check_same_kind
+from .choice import Choice, choose
+from .formula import Formula
+from .fused import FusedEngine, missing_compiler, warn_once
+from .gemm import GemmEngine
+from .tiles import Engine, PlainEngine, dense_product, differentiable_product
 
-CPU_TILE_BYTES = 2**19  # below the best of the table: the allocator holds on to several tiles
-LIVE_TILES = 6  # tiles alive at once in the costliest formula: five in a Matern, one more in a sum or product
+CHUNK_BYTES = 64 * 2**20
 
 
-def kernel_matmul(kernel: Kernel, X1: Tensor, X2: Tensor, V: Tensor, *, chunk_bytes: int = 64 * 2**20) -> Tensor:
-    """k(X1, X2) @ V of shape (a, k), for X1 (a, d), X2 (b, d) and V (b, k).
+def kernel_matmul(
+    kernel: Kernel,
+    X1: Tensor,
+    X2: Tensor,
+    V: Tensor,
+    *,
+    method: str = "auto",
+    tolerance: float | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Tensor:
+    """k(X1, X2) @ V of shape (a, k), for X1 (a, d), X2 (b, d) and V (b, k); settings as for `KernelMatrix`."""
+    return KernelMatrix(kernel, X1, X2, method=method, tolerance=tolerance, chunk_bytes=chunk_bytes) @ V
 
-    Args:
-        chunk_bytes: memory for one tile of k(X1, X2) and the temporaries of its formula together. The tile is at least
-            one entry. Under autograd tiles are recomputed in the backward pass, which takes up to twice as much.
+
+class KernelMatrix:
+    """k(X1, X2) for X1 (a, d) and X2 (b, d), to be multiplied by V (b, k) with `@`.
+
+    It stands for the hyperparameters that the kernel has when it is made; make another when they change.
+
+    X2           None: X1, and then the matrix is symmetric and half of it is computed
+    method       "auto", "plain", "fused", "gemm", "sparse" or "keops"
+    tolerance    what the sparse method may leave out, as a share of the kernel's largest value. None: 1e-6 where it was
+                 asked for or where the data are float32; 0: nothing but exact zeros
+    chunk_bytes  memory for one tile of k(X1, X2) and the temporaries of its formula together. The tile is at least one
+                 entry. Under autograd tiles are recomputed in the backward pass, which takes up to twice as much
     """
-    _check(kernel, X1, X2, V, chunk_bytes)
-    rows, columns = _tile_shape(len(X1), len(X2), X1.element_size(), X1.device.type, chunk_bytes)
-    V = V.T.contiguous().T  # columns contiguous: twice as fast when there are few of them
 
-    def multiply(x: Tensor, z: Tensor, v: Tensor) -> Tensor:
-        return kernel(x, z) @ v
+    def __init__(
+        self,
+        kernel: Kernel,
+        X1: Tensor,
+        X2: Tensor | None = None,
+        *,
+        method: str = "auto",
+        tolerance: float | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        X2 = X1 if X2 is None or _same(X1, X2) else X2
+        check_pair(kernel, X1, X2)
+        if chunk_bytes <= 0:
+            raise ValueError(f"Expected chunk_bytes to be a positive number of bytes, but got {chunk_bytes}.")
+        self.shape, self.chunk_bytes = (len(X1), len(X2)), chunk_bytes
+        self.kernel, points = kernel.simplified(X1) if X2 is X1 else kernel.simplified(X1, X2)
+        self.X1, self.X2 = points[0], points[-1]
+        self._x1 = self.X1.detach()
+        self._x2 = self._x1 if self.X2 is self.X1 else self.X2.detach()
+        with torch.no_grad():
+            self.choice = choose(self.kernel, self._x1, self._x2, method=method, tolerance=tolerance)
+        self._engine: Engine | None = None
 
-    differentiable = torch.is_grad_enabled() and any(
-        t.requires_grad for t in (X1, X2, V, *kernel.hyperparameters().values())
-    )
-    strips = []
-    for x in X1.split(rows):
-        strip = V.new_zeros(len(x), V.shape[1])
-        for z, v in zip(X2.split(columns), V.split(columns), strict=True):
-            if differentiable:
-                strip = strip + checkpoint(multiply, x, z, v, use_reentrant=False, preserve_rng_state=False)
+    @property
+    def method(self) -> str:
+        return self.choice.method
+
+    @property
+    def reason(self) -> str:
+        return self.choice.reason
+
+    def __repr__(self) -> str:
+        return f"KernelMatrix({self.kernel!r}, {self.shape[0]} x {self.shape[1]}, by {self.choice})"
+
+    def __matmul__(self, V: Tensor) -> Tensor:
+        _check_columns(V, self.X2)
+        trainable = self.kernel.trainable()
+        differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (self.X1, self.X2, V, *trainable))
+        if not differentiable:
+            with torch.no_grad():
+                return self._product(V.detach())
+        if self.method == "plain":
+            return differentiable_product(self.kernel, self.X1, self.X2, V, chunk_bytes=self.chunk_bytes)
+        result: Tensor = _WithPlainGradient.apply(self, self.X1, self.X2, V, *trainable)
+        return result
+
+    def _product(self, V: Tensor) -> Tensor:
+        """Outside of autograd, by the method chosen."""
+        if 0 in self.shape or V.shape[1] == 0:
+            return V.new_zeros(self.shape[0], V.shape[1])
+        pattern, symmetric = self.choice.pattern, self._x1 is self._x2
+        if self.method == "keops":
+            return keops.keops_product(Formula.of(self.kernel), self._x1, self._x2, V)
+        if pattern is None:
+            return dense_product(self.engine, self.shape[0], V, symmetric=symmetric, chunk_bytes=self.chunk_bytes)
+        if V.device.type == "cuda" and keops.is_installed():
+            return keops.sparse_keops_product(Formula.of(self.kernel), pattern, self._x1, self._x2, V)
+        return pattern.product(self.engine, V, symmetric=symmetric, chunk_bytes=self.chunk_bytes)
+
+    @property
+    def uses_compiled_tiles(self) -> bool:
+        """Whether the formula has been compiled for the tiles of this matrix."""
+        return isinstance(self._engine, FusedEngine)
+
+    @property
+    def engine(self) -> Engine:
+        """What makes the tiles, for the points as they are sorted; made when first needed."""
+        if self._engine is None:
+            pattern, x1, x2 = self.choice.pattern, self._x1, self._x2
+            if pattern is not None:
+                x1 = self._x1[pattern.rows.order]
+                x2 = x1 if self._x2 is self._x1 else self._x2[pattern.columns.order]
+            if self.method == "gemm":
+                self._engine = GemmEngine(self.kernel, x1, x2)
+            elif self.method == "fused" or (pattern is not None and x1.device.type == "cpu" and not missing_compiler()):
+                self._engine = self._fused_or_plain(x1, x2)
             else:
-                strip += multiply(x, z, v)
-        strips.append(strip)
-    return torch.cat(strips)
+                self._engine = PlainEngine(self.kernel, x1, x2)
+        return self._engine
+
+    def _fused_or_plain(self, x1: Tensor, x2: Tensor) -> Engine:
+        """Compiling can fail for reasons that only trying shows; then one warning, and the plain path."""
+        try:
+            return FusedEngine(self.kernel, x1, x2)
+        except Exception as error:
+            if self.reason == "as asked" and self.method == "fused":
+                raise
+            first_line = (str(error).strip().splitlines() or ["no message"])[0]
+            warn_once(
+                f"torch.compile could not compile a kernel ({type(error).__name__}: {first_line}). "
+                "Going on with the slower plain path."
+            )
+            self.choice = Choice(
+                "plain" if self.choice.pattern is None else "sparse",
+                f"torch.compile failed with {type(error).__name__}",
+                self.choice.pattern,
+            )
+            return PlainEngine(self.kernel, x1, x2)
 
 
-def _tile_shape(a: int, b: int, entry_bytes: int, device: str, chunk_bytes: int) -> tuple[int, int]:
-    """Rows and columns of a tile: as square as the matrix allows, since every tile scales its points anew."""
-    tile_bytes = chunk_bytes // LIVE_TILES
-    if device == "cpu":
-        tile_bytes = min(tile_bytes, CPU_TILE_BYTES)
-    entries = max(1, tile_bytes // entry_bytes)
-    columns = max(1, min(b, entries // max(1, min(a, math.isqrt(entries)))))
-    rows = max(1, min(a, entries // columns))
-    return rows, columns
+class _WithPlainGradient(torch.autograd.Function):
+    """A product by any method, with the gradient of the plain one."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: KernelMatrix, X1: Tensor, X2: Tensor, V: Tensor, *trainable: Tensor) -> Tensor:
+        ctx.matrix = matrix
+        ctx.save_for_backward(X1, X2, V, *trainable)
+        result = matrix._product(V.detach())
+        matrix._engine = None  # its copies of the points are not needed in the backward pass
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        matrix, create_graph = ctx.matrix, torch.is_grad_enabled()
+        with torch.enable_grad():
+            X1, X2, V, *trainable = ctx.saved_tensors
+            inputs = [X1.view_as(X1), X2.view_as(X2), V, *trainable]  # X1 may be X2: one gradient for each
+            wanted = [t for t, needed in zip(inputs, ctx.needs_input_grad[1:], strict=True) if needed]
+            product = differentiable_product(matrix.kernel, *inputs[:3], chunk_bytes=matrix.chunk_bytes)
+            found = torch.autograd.grad(product, wanted, gradients[0], create_graph=create_graph, allow_unused=True)
+        remaining = iter(found)
+        return None, *(next(remaining) if needed else None for needed in ctx.needs_input_grad[1:])
 
 
-def _check(kernel: Kernel, X1: Tensor, X2: Tensor, V: Tensor, chunk_bytes: int) -> None:
-    check_pair(kernel, X1, X2)
+def _same(X1: Tensor, X2: Tensor) -> bool:
+    """Whether two tensors are one and the same, so that k(X1, X2) is symmetric."""
+    if X1 is X2:
+        return True
+    if not (isinstance(X1, Tensor) and isinstance(X2, Tensor)) or X1.requires_grad or X2.requires_grad:
+        return False
+    alike = X1.shape == X2.shape and X1.stride() == X2.stride() and X1.dtype == X2.dtype and X1.device == X2.device
+    return alike and X1.device.type != "meta" and X1.data_ptr() == X2.data_ptr()
+
+
+def _check_columns(V: Tensor, X2: Tensor) -> None:
     if not isinstance(V, Tensor):
         raise TypeError(f"Expected V to be a torch.Tensor, but got {type(V).__name__}. Use torch.as_tensor.")
     check_same_kind(X2, "X2", V, "V")
@@ -73,5 +193,3 @@ def _check(kernel: Kernel, X1: Tensor, X2: Tensor, V: Tensor, chunk_bytes: int) 
             f"Expected V to have shape ({len(X2)}, columns), one row per row of X2, but its shape is {tuple(V.shape)}. "
             "A single vector still needs a column: V[:, None]."
         )
-    if chunk_bytes <= 0:
-        raise ValueError(f"Expected chunk_bytes to be a positive number of bytes, but got {chunk_bytes}.")

@@ -7,7 +7,8 @@ A profile is 1 at 0, so k(x, x) is the outputscale exactly.
 """
 
 from abc import abstractmethod
-from typing import final
+from collections.abc import Callable
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from .distance import squared_distances
 
 
 class Stationary(Kernel):
-    """outputscale * profile(r^2). A subclass writes the profile.
+    """outputscale * profile(r^2). A subclass writes the profile, and says whether it falls as r grows.
 
     Args:
         lengthscale: a positive number, or one per input dimension.
@@ -40,12 +41,16 @@ class Stationary(Kernel):
     def hyperparameters(self) -> dict[str, Tensor]:
         return {"lengthscale": self.lengthscale, "outputscale": self.outputscale}
 
+    is_of_distance = True
+
+    def on_distances(self, squared: Callable[[Tensor], Any], number: Callable[[Tensor], Any]) -> Any:
+        return number(self.outputscale) * self.profile(squared(self.lengthscale))
+
     def _evaluate(self, X1: Tensor, X2: Tensor) -> Tensor:
-        # Centring changes no distance, and the division then rounds numbers the size of the spread, not of the offset.
-        centre = X2.detach().mean(0)
-        lengthscale = cast_like(self.lengthscale, X1)
-        squared = squared_distances((X1 - centre) / lengthscale, (X2 - centre) / lengthscale)
-        return cast_like(self.outputscale, X1) * self.profile(squared)
+        def squared(lengthscale: Tensor) -> Tensor:
+            return squared_distances(*scaled_points(lengthscale, X1, X2))
+
+        return self.on_distances(squared, lambda hyperparameter: cast_like(hyperparameter, X1))
 
     def _evaluate_diagonal(self, X: Tensor) -> Tensor:
         return cast_like(self.outputscale, X) * X.new_ones(len(X))
@@ -59,6 +64,8 @@ class Stationary(Kernel):
 class RBF(Stationary):
     """k = outputscale * exp(-r^2 / 2)."""
 
+    is_decreasing = True
+
     @staticmethod
     def profile(squared: Tensor) -> Tensor:
         return (-0.5 * squared).exp()
@@ -68,6 +75,8 @@ class RBF(Stationary):
 class Matern12(Stationary):
     """k = outputscale * exp(-r)."""
 
+    is_decreasing = True
+
     @staticmethod
     def profile(squared: Tensor) -> Tensor:
         return (-root(squared)).exp()
@@ -76,6 +85,8 @@ class Matern12(Stationary):
 @final
 class Matern32(Stationary):
     """k = outputscale * (1 + s) exp(-s),  s = sqrt(3) r."""
+
+    is_decreasing = True
 
     @staticmethod
     def profile(squared: Tensor) -> Tensor:
@@ -87,10 +98,22 @@ class Matern32(Stationary):
 class Matern52(Stationary):
     """k = outputscale * (1 + s + s^2 / 3) exp(-s),  s = sqrt(5) r."""
 
+    is_decreasing = True
+
     @staticmethod
     def profile(squared: Tensor) -> Tensor:
         s = root(5 * squared)
         return (1 + s + s * s / 3) * (-s).exp()
+
+
+def scaled_points(lengthscale: Tensor, X1: Tensor, X2: Tensor) -> tuple[Tensor, Tensor]:
+    """Both sets of points in units of the lengthscale.
+
+    Centring changes no distance, and the division then rounds numbers the size of the spread, not of the offset.
+    """
+    centre, scale = X2.detach().mean(0), cast_like(lengthscale, X1)
+    first = (X1 - centre) / scale
+    return first, first if X1 is X2 else (X2 - centre) / scale
 
 
 def root(squared: Tensor) -> Tensor:

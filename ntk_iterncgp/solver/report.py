@@ -48,15 +48,17 @@ class FitReport:
     history: list[Record] = field(repr=False)
     epochs: float | None = None
     trace_is_exact: bool = True  # or else tr(W K) was estimated, and with it the information captured
+    products_by: str = ""  # how products with an explicit kernel were computed, and why
 
     def __str__(self) -> str:
         costs = [] if self.epochs is None else [f"{self.epochs:.1f} epochs"]
         if self.num_products:
             costs += [f"{self.num_products} products", f"{self.num_newton_steps} Newton steps"]
         bound = "at least" if self.trace_is_exact else "an estimated"
+        products = f", products by {self.products_by}" if self.products_by else ""
         return (
             f"{self.status}: {', '.join(costs)}, rank {self.rank}, {bound} {100 * self.information_captured:.1f} % "
-            f"of the information captured, {self.seconds:.1f} s. {self.advice}"
+            f"of the information captured, {self.seconds:.1f} s{products}. {self.advice}"
         )
 
 

@@ -1,0 +1,200 @@
+"""Kernels from elsewhere: gpytorch's, and a network's features with a kernel on top.
+
+    FromGPyTorch(gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel(ard_num_dims=3)))
+    Deep(network, Matern32(lengthscale=1.0))          k(x, z) = kernel(network(x), network(z))
+
+A gpytorch kernel that has a formula here (RBF and Matern, scaled, added, multiplied) becomes that formula, and with it
+gets every method of multiplication. Any other stationary one is called as it is, tile by tile.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, Self, final
+
+import torch
+from torch import Tensor, nn
+
+from .base import Kernel
+from .stationary import RBF, Matern12, Matern32, Matern52, Stationary
+
+MATERN: dict[float, type[Stationary]] = {0.5: Matern12, 1.5: Matern32, 2.5: Matern52}
+
+
+@final
+class FromGPyTorch(Kernel):
+    """A stationary gpytorch kernel with the hyperparameters that it has now."""
+
+    def __init__(self, kernel: Any) -> None:
+        try:
+            import gpytorch
+        except ImportError as error:
+            raise ImportError(
+                "FromGPyTorch expects the package gpytorch, which is not installed: pip install gpytorch."
+            ) from error
+        if not isinstance(kernel, gpytorch.kernels.Kernel):
+            raise TypeError(
+                f"FromGPyTorch expects a kernel of gpytorch, such as gpytorch.kernels.RBFKernel(), but got {kernel!r}."
+            )
+        if not kernel.is_stationary:
+            raise ValueError(
+                f"FromGPyTorch expects a stationary kernel, but {type(kernel).__name__} says that it is not. "
+                "Write it as a Kernel of your own: docs/extending.md shows how."
+            )
+        if len(kernel.batch_shape):
+            raise ValueError(
+                f"FromGPyTorch expects a single kernel, but got a batch of shape {tuple(kernel.batch_shape)}. "
+                "Pass a list of kernels, one for each output."
+            )
+        self.kernel = _translated(kernel) or _Called(kernel)
+        self.is_of_distance, self.is_decreasing = self.kernel.is_of_distance, self.kernel.is_decreasing
+
+    @property
+    def input_dimension(self) -> int | None:
+        return self.kernel.input_dimension
+
+    def hyperparameters(self) -> dict[str, Tensor]:
+        return self.kernel.hyperparameters()
+
+    def with_hyperparameters(self, values: Mapping[str, Tensor]) -> Self:
+        changed = copy.copy(self)
+        changed.kernel = self.kernel.with_hyperparameters(values)
+        return changed
+
+    def simplified(self, *inputs: Tensor) -> tuple[Kernel, tuple[Tensor, ...]]:
+        return self.kernel, inputs
+
+    def on_distances(self, squared: Callable[[Tensor], Any], number: Callable[[Tensor], Any]) -> Any:
+        return self.kernel.on_distances(squared, number)
+
+    def _evaluate(self, X1: Tensor, X2: Tensor) -> Tensor:
+        return self.kernel._evaluate(X1, X2)
+
+    def _evaluate_diagonal(self, X: Tensor) -> Tensor:
+        return self.kernel._evaluate_diagonal(X)
+
+    def __repr__(self) -> str:
+        return f"FromGPyTorch({self.kernel!r})"
+
+
+def _translated(kernel: Any) -> Kernel | None:
+    """The same kernel in our own words, or None where there are none."""
+    from gpytorch import kernels as theirs
+
+    if kernel.active_dims is not None:
+        return None
+    if type(kernel) is theirs.ScaleKernel:
+        inner = _translated(kernel.base_kernel)
+        return None if inner is None else kernel.outputscale.detach().double() * inner
+    if type(kernel) in (theirs.AdditiveKernel, theirs.ProductKernel):
+        parts = [_translated(part) for part in kernel.kernels]
+        combine = operator.add if type(kernel) is theirs.AdditiveKernel else operator.mul
+        return None if None in parts else functools.reduce(combine, parts)
+    if type(kernel) not in (theirs.RBFKernel, theirs.MaternKernel):
+        return None
+    kind: type[Stationary] = RBF if type(kernel) is theirs.RBFKernel else MATERN[kernel.nu]
+    lengthscale = kernel.lengthscale.detach().double().flatten()
+    return kind(lengthscale if kernel.ard_num_dims else lengthscale[0])
+
+
+@final
+class _Called(Kernel):
+    """A gpytorch kernel without a formula here: its raw parameters are held, and cast to the data at each call."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.module = _Matrix(copy.deepcopy(kernel).requires_grad_(False))
+        self._input_dimension = kernel.ard_num_dims
+
+    @property
+    def input_dimension(self) -> int | None:
+        return self._input_dimension
+
+    def hyperparameters(self) -> dict[str, Tensor]:
+        """None that can be replaced: gpytorch holds them unconstrained, behind constraints of its own."""
+        return {}
+
+    def _evaluate(self, X1: Tensor, X2: Tensor) -> Tensor:
+        return self._call(X1, X2, diagonal=False)
+
+    def _evaluate_diagonal(self, X: Tensor) -> Tensor:
+        return self._call(X, X, diagonal=True)
+
+    def _call(self, X1: Tensor, X2: Tensor, *, diagonal: bool) -> Tensor:
+        state = {
+            name: value.to(X1) if value.is_floating_point() else value.to(X1.device)
+            for name, value in self.module.state_dict().items()
+        }
+        result: Tensor = torch.func.functional_call(self.module, state, (X1, X2, diagonal))
+        return result
+
+    def __repr__(self) -> str:
+        return f"{type(self.module.kernel).__name__} of gpytorch"
+
+
+class _Matrix(nn.Module):
+    """A gpytorch kernel as a function that returns a tensor."""
+
+    def __init__(self, kernel: Any) -> None:
+        super().__init__()
+        self.kernel = kernel
+
+    def forward(self, X1: Tensor, X2: Tensor, diagonal: bool) -> Tensor:
+        result: Tensor = self.kernel(X1, X2, diag=True) if diagonal else self.kernel(X1, X2).to_dense()
+        return result
+
+
+@final
+class Deep(Kernel):
+    """k(x, z) = kernel(features(x), features(z)), with a network from (N, d) to (N, p) for the features.
+
+    Weights that require a gradient get one from every product. In a product the features are computed once, not once
+    for every tile. The network is used as it is: put it in eval() mode if it has dropout or batch normalisation.
+    """
+
+    def __init__(self, features: nn.Module, kernel: Kernel) -> None:
+        if not isinstance(features, nn.Module):
+            raise TypeError(f"Deep expects its features to be a torch.nn.Module, but got {type(features).__name__}.")
+        if not isinstance(kernel, Kernel):
+            raise TypeError(f"Deep expects a kernel such as RBF() on top of the features, but got {kernel!r}.")
+        self.features = features
+        self.kernel = kernel
+
+    @property
+    def input_dimension(self) -> int | None:
+        return None
+
+    def hyperparameters(self) -> dict[str, Tensor]:
+        """Those of the kernel on top; the weights belong to the network."""
+        return self.kernel.hyperparameters()
+
+    def with_hyperparameters(self, values: Mapping[str, Tensor]) -> Self:
+        changed = copy.copy(self)
+        changed.kernel = self.kernel.with_hyperparameters(values)
+        return changed
+
+    def trainable(self) -> list[Tensor]:
+        return [*self.kernel.trainable(), *self.features.parameters()]
+
+    def simplified(self, *inputs: Tensor) -> tuple[Kernel, tuple[Tensor, ...]]:
+        return self.kernel.simplified(*(self._features(X) for X in inputs))
+
+    def _features(self, X: Tensor) -> Tensor:  # (N, d) -> (N, p)
+        found: Tensor = self.features(X)
+        if found.ndim != 2 or len(found) != len(X):
+            raise ValueError(
+                f"Deep expects one row of features for each of the {len(X)} inputs, but its network gave "
+                f"{tuple(found.shape)}. Flatten the features of each input."
+            )
+        return found
+
+    def _evaluate(self, X1: Tensor, X2: Tensor) -> Tensor:
+        return self.kernel(self._features(X1), self._features(X2))
+
+    def _evaluate_diagonal(self, X: Tensor) -> Tensor:
+        return self.kernel.diagonal(self._features(X))
+
+    def __repr__(self) -> str:
+        return f"Deep({type(self.features).__name__}, {self.kernel!r})"
