@@ -63,6 +63,12 @@ class FixedOrderData:
         """How many data there are, counted without loading them; from the first batch where they only come in order."""
         return len(self._source[1]) if self._source is not None else len(self) * rows_of_first
 
+    @property
+    def batch_size(self) -> int:
+        """That of the loader, where rows can be visited."""
+        assert self._source is not None
+        return self._source[3]
+
     def can_jump(self, num_data: int) -> bool:
         """Whether these data can be visited in any order: a map-style dataset, of which each item became one row."""
         return self._source is not None and len(self._source[1]) == num_data
@@ -70,7 +76,7 @@ class FixedOrderData:
     def visit(self, batches: Sequence[Tensor]) -> Iterator[tuple[Inputs, Tensor]]:
         """Batches of chosen rows, given by their numbers in the fixed order, read straight from the dataset."""
         assert self._source is not None
-        dataset, indices, settings = self._source
+        dataset, indices, settings, _ = self._source
         chosen = [[indices[row] for row in rows.tolist()] for rows in batches]
         for batch in _FixedBatches(DataLoader(dataset, batch_sampler=chosen, **settings), len(chosen)):
             yield self.split(batch)
@@ -247,8 +253,9 @@ def _loader_settings(loader: DataLoader) -> dict[str, Any]:
     )
 
 
-def _random_access(loader: Any, batches: Any) -> tuple[Any, Sequence[int], dict[str, Any]] | None:
-    """The dataset, the index of each row in it, and how to load from it; None for data that only come in order."""
+def _random_access(loader: Any, batches: Any) -> tuple[Any, Sequence[int], dict[str, Any], int] | None:
+    """The dataset, the index of each row in it, how to load from it, and how much at once; None for data that only
+    come in order."""
     if (
         not isinstance(loader, DataLoader)
         or isinstance(loader.dataset, IterableDataset)
@@ -262,7 +269,7 @@ def _random_access(loader: Any, batches: Any) -> tuple[Any, Sequence[int], dict[
         indices: Sequence[int] = range(size - size % sampler.batch_size if sampler.drop_last else size)
     else:
         indices = [index for batch in drawn for index in batch]
-    return loader.dataset, indices, _loader_settings(loader)
+    return loader.dataset, indices, _loader_settings(loader), loader.batch_sampler.batch_size
 
 
 def _drawn_once(loader: DataLoader) -> list[Any]:

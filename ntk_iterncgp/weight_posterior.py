@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_iterncgp.columns import DenseColumns
 from ntk_iterncgp.priors.jacobian import Rows
 from ntk_iterncgp.solver.factor import Factor, rounding_noise
 
-SLICE_ROWS = 2**14  # weights at a time, where a float64 copy of A is needed
+SLICE_ROWS = 2**14  # weights at a time, in sums over all of them
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,15 +55,19 @@ class WeightPosterior:
     @cached_property
     def unit_gram(self) -> Tensor:  # (B, B)
         """AᵀA."""
-        columns = DenseColumns(self.images.T, self.rank, 1)
-        return columns.gram(columns)
+        return self._gram_of(self.images)
 
     @cached_property
     def layer_grams(self) -> Tensor:  # (L, B, B)
         """A_lᵀA_l for each parameter tensor."""
-        parts = self.images.split(self.layer_sizes)
-        columns = [DenseColumns(part.T, self.rank, 1) for part in parts]
-        return torch.stack([column.gram(column) for column in columns])
+        return torch.stack([self._gram_of(part) for part in self.images.split(self.layer_sizes)])
+
+    def _gram_of(self, images: Tensor) -> Tensor:  # (p, B) -> (B, B)
+        """Products in the dtype of the images, whose rounding is allowed for as noise; their sum in float64."""
+        total = torch.zeros_like(self.noise_gram)
+        for part in images.split(SLICE_ROWS):
+            total += part.T @ part
+        return total
 
     def gram(self, prior_precision: Tensor) -> Tensor:  # (1,), (L,) or (P,) -> (B, B)
         """AᵀΛ⁻¹A, differentiable in Λ."""

@@ -64,7 +64,7 @@ def search_grid(
 
     return tune_by_validation(
         la.posterior,
-        _pass_once(la, loader, progress_bar),
+        pass_once(la, loader, progress_bar),
         grid,
         la._noise_scale,
         score,
@@ -98,7 +98,7 @@ def descend(
         raise ValueError("tune_temperature=True expects classification; for regression tune sigma_noise by marglik.")
     precision, factor = tune_by_gradient(
         la.posterior,
-        _pass_once(la, loader, progress_bar, layerwise=len(start) > 1),
+        pass_once(la, loader, progress_bar, layerwise=len(start) > 1),
         loss,
         start,
         la._noise_scale.detach(),
@@ -111,7 +111,7 @@ def descend(
     return precision.to(la._dtype), float(la.temperature) * factor
 
 
-def _pass_once(
+def pass_once(
     la: IterNCGPLaplace, loader: DataLoader, progress_bar: bool, *, layerwise: bool = False
 ) -> list[ValidationPart]:
     data = FixedOrderData(loader, device=la._device, dict_key_x=la.dict_key_x, dict_key_y=la.dict_key_y)

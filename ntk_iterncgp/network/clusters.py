@@ -33,7 +33,6 @@ from ntk_iterncgp.likelihoods import Likelihood
 from ntk_iterncgp.network.grouping import group
 from ntk_iterncgp.priors.jacobian import NetworkJacobian
 
-BATCH_SIZE = 256  # of a group's data at once
 DEPENDENT = 1e-6  # an action of which less than this share is new, in the metric of W⁺, is dropped
 
 
@@ -146,7 +145,7 @@ class Clusters:
         """
         curved = torch.stack([self.curvature(u) for u in target.directions], 2)  # (N, C, q)
         if data.can_jump(len(self.outputs)):
-            batches = _group_batches(target.labels, ~target.swept)
+            batches = _group_batches(target.labels, ~target.swept, data.batch_size)
             for rows, (x, _) in zip(batches, data.visit(batches), strict=True):
                 gradients = jacobian.vjp(x, curved[rows].to(jacobian.dtype))  # (P, q)
                 target.add(rows, gradients.T)
@@ -221,12 +220,13 @@ def independent_columns(gram: Tensor) -> Tensor:  # (B, B) -> (B',)
     return ((new > DEPENDENT) & (diagonal > 0)).nonzero()[:, 0]
 
 
-def _group_batches(labels: Tensor, missing: Tensor) -> list[Tensor]:
-    """The rows that are missing, group by group, no batch with data of two groups."""
+def _group_batches(labels: Tensor, missing: Tensor, batch_size: int) -> list[Tensor]:
+    """The rows that are missing, group by group: a group in as few batches as it takes, of nearly the same size."""
     rows = missing.nonzero()[:, 0]
     rows = rows[labels[rows].argsort(stable=True)]
     sizes = torch.bincount(labels[rows]).tolist() if len(rows) else []
-    return [part for whole in rows.split(sizes) if len(whole) for part in whole.split(BATCH_SIZE)]
+    groups = [whole for whole in rows.split(sizes) if len(whole)]
+    return [part for whole in groups for part in whole.tensor_split(-(-len(whole) // batch_size))]
 
 
 def _missing_rows(data: FixedOrderData, swept: Tensor) -> Iterator[tuple[Tensor, Inputs]]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ntk_iterncgp.data import Inputs
 
 ITERATIONS = 10
+SAMPLE_PER_GROUP = 64
 MAX_FEATURES = 128  # longer features are projected at random, which keeps their distances
 DISTANCE_ENTRIES = 2**22  # of the matrix of distances between data and centres, at once
 
@@ -50,12 +51,15 @@ def _kmeans(points: Tensor, weights: Tensor, num_groups: int, generator: torch.G
     """Lloyd's iteration from centres drawn in proportion to the weights."""
     if num_groups >= len(points):
         return torch.arange(len(points), device=points.device)
-    start = _draw(weights, num_groups, generator)
-    centres = points[start].clone()
+    centres = points[_draw(weights, num_groups, generator)].clone()
+    some, of_some = points, weights
+    if len(points) > SAMPLE_PER_GROUP * num_groups:  # the centres are found on a sample, the groups are of all data
+        chosen = torch.randperm(len(points), generator=generator)[: SAMPLE_PER_GROUP * num_groups].to(points.device)
+        some, of_some = points[chosen], weights[chosen]
     for _ in range(ITERATIONS):
-        labels = _nearest(points, centres)
-        mass = torch.zeros(num_groups, device=points.device).index_add_(0, labels, weights)
-        sums = torch.zeros_like(centres).index_add_(0, labels, weights[:, None] * points)
+        labels = _nearest(some, centres)
+        mass = torch.zeros(num_groups, device=points.device).index_add_(0, labels, of_some)
+        sums = torch.zeros_like(centres).index_add_(0, labels, of_some[:, None] * some)
         centres = torch.where(mass[:, None] > 0, sums / mass.clamp_min(1e-38)[:, None], centres)
     return _nearest(points, centres)
 

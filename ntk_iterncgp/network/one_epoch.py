@@ -34,7 +34,7 @@ from ntk_iterncgp.solver.report import FitReport, Record
 from ntk_iterncgp.solver.stopping import Status
 from ntk_iterncgp.weight_posterior import WeightPosterior
 
-METER_READINGS = 4  # in the first sweep: each costs P·B² operations
+METER_READINGS = 2  # in the first sweep: each costs P·B² operations
 
 
 @dataclass(eq=False)

@@ -21,8 +21,8 @@ from ntk_iterncgp.priors.jacobian import NetworkJacobian, Rows
 EXACT_TRACE_ROWS = 4096
 """Up to this many rows tr(W K) is computed from all rows of J; beyond, it is estimated from those of some data."""
 
-SAMPLED_SHARE, MIN_SAMPLED, MAX_SAMPLED = 0.05, 64, 256
-"""The sample: as many data as cost 5 % of an epoch, within limits. On digits 64 data estimate the trace to 5 %."""
+SAMPLED_SHARE, MIN_SAMPLED, MAX_SAMPLED = 0.02, 32, 64
+"""The sample: as many data as cost 2 % of an epoch, within limits."""
 
 
 class NetworkImages(Images):
