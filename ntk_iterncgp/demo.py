@@ -15,6 +15,9 @@ from ntk_iterncgp.evaluation.compare import Comparison
 from ntk_iterncgp.runs import evaluate
 
 SETTINGS = (
+    "model.train_epochs=80",
+    "model.learning_rate=0.01",
+    "model.weight_decay=0",
     "data.ood=[rotated, noise]",
     "evaluate.baselines=[map, temperature, prior, last_layer, kfac, sod, ella, exact]",
     "output_dir=runs/demo",

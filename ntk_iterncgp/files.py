@@ -46,9 +46,16 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
             raise OSError(errno.ENOSPC if full else errno.EIO, str(error), str(path)) from error
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())  # safetensors lets its owner alone read
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def save_posterior(path: Path, state: Mapping[str, Any], model_state: Mapping[str, Tensor], about: Any) -> None:

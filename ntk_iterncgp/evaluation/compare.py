@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -63,7 +63,6 @@ class Result:
     tuned: Tuned = field(repr=False)
     ood: dict[str, OtherKind] = field(default_factory=dict, repr=False)
     difference: Difference | None = None  # its NLL less ours
-    note: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +76,7 @@ class Comparison:
     contraction: dict[str, Tensor]  # set -> posterior over prior variance at each input, ours
     exact_ratio: Tensor | None  # our variance over the exact one at each test input
     rows_seconds: float
+    information: float | None = None  # captured, at the tuned prior precision
 
     def __getitem__(self, name: str) -> Result:
         return next(result for result in self.results if result.name == name)
@@ -131,7 +131,9 @@ def compare_network(la: Any, model: nn.Module, data: Data, config: RunConfig, lo
         num_samples=settings.link_samples,
     )
     families["ours"] = ours
-    return compare_families(families, labels, sizes, config, log, watch=watch, unavailable=unavailable, prior=ours)
+    found = compare_families(families, labels, sizes, config, log, watch=watch, unavailable=unavailable, prior=ours)
+    tuned = torch.tensor([found["ours"].values[0]], dtype=torch.float64, device=la.posterior.images.device)
+    return replace(found, information=la.posterior.information_captured(tuned, la._noise_scale))
 
 
 def compare_families(
@@ -291,7 +293,7 @@ def _with_difference(result: Result, ours: Result, settings: EvaluateConfig, see
     if result.name == "ours":
         return result
     difference = bootstrap_difference(ours.losses, result.losses, num_resamples=settings.bootstrap, seed=seed)
-    return Result(**{**result.__dict__, "difference": difference})
+    return replace(result, difference=difference)
 
 
 def _trace(family: Latent, index: int, chosen: Tensor) -> Tensor:  # (b,)

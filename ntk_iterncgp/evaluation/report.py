@@ -11,6 +11,9 @@ from ntk_iterncgp.evaluation.compare import Comparison, Result
 Column = tuple[str, Callable[[Result], str], str]  # heading, cell, one sentence of explanation
 
 
+SHORT = ("accuracy", "NLL", "± to ours", "ECE", "NLL probit", "tuned to")  # and the AUROC: what a screen has room for
+
+
 def columns(comparison: Comparison) -> list[Column]:
     """Those that these results fill."""
     found: list[Column] = [
@@ -69,9 +72,9 @@ def _ood_columns(name: str) -> list[Column]:
     ]
 
 
-def table(comparison: Comparison, *, only: Sequence[str] | None = None) -> str:
+def table(comparison: Comparison, *, short: bool = False) -> str:
     """Aligned text, a line per method, with a sentence per column below."""
-    chosen = [column for column in columns(comparison) if only is None or column[0] in only]
+    chosen = [c for c in columns(comparison) if not short or c[0] in SHORT or c[0].endswith("AUROC")]
     results = comparison.results
     cells = [[cell(result) for _, cell, _ in chosen] for result in results]
     headings = [heading for heading, _, _ in chosen]
@@ -133,5 +136,6 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         if comparison.exact_ratio is None
         else {"least": float(comparison.exact_ratio.min()), "median": float(comparison.exact_ratio.median())},
         "variance_over_prior": {name: float(ratio.median()) for name, ratio in comparison.contraction.items()},
+        "information_captured": comparison.information,
         "verdict": verdict(comparison),
     }

@@ -38,7 +38,7 @@ def evaluate(config: RunConfig, *, command: str = "evaluate", title: str | None 
         comparison, report, about = _kernel(setting)
     log, folder = setting.log, setting.folder
     text = table(comparison)
-    log(f"\n{text}\n")
+    log(f"\n{table(comparison, short=True)}\n")
     for sentence in verdict(comparison):
         log(sentence)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
