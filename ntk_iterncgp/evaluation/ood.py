@@ -7,6 +7,7 @@ FPR95   the share of the other kind that passes where the threshold lets 95 % of
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +31,8 @@ def ood_metrics(test_scores: Tensor, other_scores: Tensor) -> OODMetrics:  # (b,
     scores, is_other = _pooled(test_scores, other_scores)
     ranks = scores.unique(return_inverse=True)[1].double()  # torchmetrics takes what leaves [0, 1] for logits
     ranks = ranks / ranks.max().clamp_min(1)
-    threshold = torch.quantile(test_scores.double(), PASSING, interpolation="higher")
+    passing = math.ceil(PASSING * len(test_scores) - 1e-9)  # at least so many, and no more than ties demand
+    threshold = test_scores.double().sort().values[passing - 1]
     return OODMetrics(
         auroc=float(binary_auroc(ranks, is_other)),
         aupr=float(binary_average_precision(ranks, is_other)),
