@@ -303,5 +303,4 @@ def _trace(family: Latent, index: int, chosen: Tensor) -> Tensor:  # (b,)
 
 def _contraction(ours: Ours, index: int, chosen: Tensor) -> Tensor:  # (b,)
     """Our variance over the prior's at each input: one where the data say nothing."""
-    prior = ours.all["covariance"][chosen].diagonal(dim1=1, dim2=2).sum(1).cpu() / float(ours.grid[index])
-    return _trace(ours, index, chosen) / prior
+    return _trace(ours, index, chosen) / ours.prior_variance(index, chosen).cpu()

@@ -136,10 +136,18 @@ class Ours(Latent):
     ) -> None:
         super().__init__(grid, start, num_samples)
         self.posterior, self.noise_scale, self.refined = posterior, noise_scale, refined
-        names = ("outputs", "shifted", "covariance", "cross", "targets")
-        self.all = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+        # Inputs are counted from the back where a leading dimension may hold the layers.
+        self.places = {"outputs": 0, "shifted": 0, "covariance": -3, "cross": -3, "targets": 0}
+        self.all = {name: torch.cat([getattr(part, name) for part in parts], at) for name, at in self.places.items()}
+
+    def prior_variance(self, index: int, chosen: Tensor) -> Tensor:  # (b,)
+        """The trace of the prior covariance."""
+        unit = self.all["covariance"].index_select(-3, chosen.to(self.all["covariance"].device))
+        return unit.diagonal(dim1=-2, dim2=-1).sum(-1).reshape(-1, len(chosen)).sum(0) / self.grid[index].to(unit)
 
     def moments(self, index: int, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        part = ValidationPart(**{name: value[chosen] for name, value in self.all.items()})
+        part = ValidationPart(
+            **{name: value.index_select(self.places[name], chosen.to(value.device)) for name, value in self.all.items()}
+        )
         precision = self.grid[index].reshape(1).to(self.posterior.images.device)
         return part.moments(self.posterior, precision, self.noise_scale, refined=self.refined)
