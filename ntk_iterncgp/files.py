@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,8 +28,17 @@ HEADER = "ntk_iterncgp"
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    text = json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False)
+    """Numbers that are not finite become null: JSON has no other word for them."""
+    text = json.dumps(_finite(content), indent=2, allow_nan=False, ensure_ascii=False)
     write_text(path, text + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_text(path: Path, text: str) -> None:
@@ -62,7 +72,7 @@ def save_posterior(path: Path, state: Mapping[str, Any], model_state: Mapping[st
     """`state` of a flavour, the network's own weights and buffers, and `about`: what is needed to use them again."""
     tensors: dict[str, Tensor] = {f"model.{name}": value for name, value in model_state.items()}
     plain = _without_tensors(state, "posterior", tensors)
-    header = json.dumps({"format": FORMAT, "about": about, "state": plain}, allow_nan=False)
+    header = json.dumps({"format": FORMAT, "about": _finite(about), "state": plain}, allow_nan=False)
     # Tied weights share memory, which safetensors refuses; and slices would drag their whole storage along.
     separate = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     write_atomically(path, lambda target: save_file(separate, target, metadata={HEADER: header}))

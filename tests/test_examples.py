@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-TOY = "data.train_limit=200 data.test_limit=60 data.ood_limit=30 model.train_epochs=2 fit.num_actions=2 data.download=false"
+TOY = "data.train_limit=200 data.test_limit=60 data.ood_limit=30 data.download=false"
+TOY += " model.train_epochs=2 fit.num_actions=2"
 EXAMPLES: dict[str, tuple[str, str]] = {  # arguments, and what is printed
     "quickstart_laplace.py": ("", r"200 new points +\d+\.\d % .*\n\(3, 3\), without data +100.0 % +[5-8]\d\.\d %"),
     "mnist_lenet.py": (TOY, r"NLL: ours \d\.\d+, temperature scaling \d\.\d+"),
