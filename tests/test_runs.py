@@ -3,6 +3,7 @@
 import base64
 import csv
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors import safe_open
 
 from ntk_iterncgp import cli, datasets, demo, files, models
@@ -270,6 +272,42 @@ def test_binary_cifar_and_packed_mnist_are_read_where_they_lie(tmp_path: Path) -
     (folder / "test_batch.bin").write_bytes(b"123")
     with pytest.raises(ConfigError, match="is damaged: 3 bytes are no multiple of 3073"):
         datasets.load(DataConfig(name="cifar10", root=str(tmp_path)), seed=0)
+
+
+def test_folders_of_images_are_data_and_single_images_are_inputs(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    for split in ("train", "test"):
+        for name in ("cat", "dog"):
+            (tmp_path / split / name).mkdir(parents=True)
+            for i in range(3):
+                pixels = generator.integers(0, 255, (20, 16, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(tmp_path / split / name / f"{i}.png")
+    config = DataConfig(name="image_folder", train=str(tmp_path / "train"), test=str(tmp_path / "test"), image_size=12)
+    data = datasets.load(config, seed=0)
+    assert (data.class_names, data.input_shape, len(data.train)) == (("cat", "dog"), (3, 12, 12), 6)
+    assert data.train[0][0].shape == (3, 12, 12) and datasets.labels_of(data.train).tolist() == [0, 0, 0, 1, 1, 1]
+    inputs = datasets.inputs_for(tmp_path / "test" / "cat", data.scaling, data.input_shape)
+    assert inputs.shape == (3, 3, 12, 12)
+    grey = datasets.inputs_for(tmp_path / "test" / "cat" / "0.png", datasets.Scaling((0.5,), (0.5,)), (1, 12, 12))
+    assert grey.shape == (1, 1, 12, 12) and float(grey.abs().max()) <= 1
+    with pytest.raises(ConfigError, match="expected to hold images"):
+        datasets.inputs_for(tmp_path / "test", data.scaling, data.input_shape)
+
+
+REAL = os.environ.get("NTK_ITERNCGP_DATA")
+
+
+@pytest.mark.skipif(not REAL, reason="needs real data, and NTK_ITERNCGP_DATA does not say where they are")
+def test_the_official_files_and_the_public_network_are_read_as_they_are() -> None:
+    mnist = datasets.load(DataConfig(name="mnist", ood=("fashion_mnist",), ood_limit=10, download=False), seed=0)
+    assert (len(mnist.train), len(mnist.test), len(mnist.ood["fashion_mnist"])) == (60_000, 10_000, 10)
+    assert datasets.labels_of(mnist.test)[:5].tolist() == [7, 2, 1, 0, 4]
+    cifar = datasets.load(DataConfig(name="cifar10", test_limit=400, download=False), seed=0)
+    model = models.build("cifar_resnet20", 10, cifar.input_shape)
+    models.load_checkpoint(model, Path(str(REAL), "pretrained", "cifar10_resnet20.safetensors"), "cifar_resnet20")
+    with torch.no_grad():
+        right = model(cifar.test.tensors[0]).argmax(1) == cifar.test.tensors[1]
+    assert float(right.double().mean()) > 0.9
 
 
 def test_the_built_in_networks_have_the_sizes_they_say() -> None:
