@@ -15,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from ntk_iterncgp import cli, datasets, demo, files, models
 from ntk_iterncgp.config import ConfigError, DataConfig, load
@@ -223,6 +224,24 @@ def test_a_kernel_takes_the_place_of_the_network(tmp_path: Path) -> None:
     assert [method["name"] for method in results["methods"]] == ["map", "temperature", "ours"]
     assert results["methods"][2]["accuracy"] > 0.5 and results["about"]["kernel"].startswith("Matern52")
     assert (tmp_path / "out" / "report.html").exists()
+
+
+def test_a_checkpoint_that_is_newer_than_the_posterior_is_fitted_again(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    checkpoint, config = tmp_path / "net.safetensors", tmp_path / "own.yaml"
+    config.write_text("evaluate:\n  baselines: [map]\n")
+    small = [*SMALL, f"model.checkpoint={checkpoint}"]
+    arguments = ["evaluate", str(config), *sets(small), "--output-dir", str(tmp_path / "out")]
+    save_file(models.cnn(10, (1, 8, 8), 4).state_dict(), checkpoint)
+    assert cli.main(arguments) == 0
+    first = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))["methods"][0]["nll"]
+    precision = json.loads((tmp_path / "out" / "posterior.json").read_text(encoding="utf-8"))["prior_precision"][0]
+    assert precision != 1.0  # what evaluate has tuned is what predict will use
+    save_file(models.cnn(10, (1, 8, 8), 4).state_dict(), checkpoint)  # other weights
+    os.utime(checkpoint, (2**32, 2**32))
+    assert cli.main(arguments) == 0
+    second = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))["methods"][0]["nll"]
+    assert first != second
 
 
 def test_the_last_layer_flavour_runs_with_its_own_rows(tmp_path: Path) -> None:

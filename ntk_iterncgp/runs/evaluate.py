@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 from dataclasses import asdict
@@ -65,16 +66,21 @@ def evaluate(config: RunConfig, *, command: str = "evaluate", title: str | None 
 
 
 def _network(setting: Setting) -> tuple[Comparison, dict[str, Any], dict[str, Any]]:
-    fitted = saved_fit(setting)
-    if fitted is None:
-        fitted = fit_network(setting, prepare_model(setting))
+    earlier = saved_fit(setting)
+    fitted = earlier or fit_network(setting, prepare_model(setting))
+    if earlier is None:
         save(setting, fitted)
     about = {
         "weights": num_weights(fitted.model),
         "data": len(setting.data.train),  # type: ignore[arg-type]
         "rank": fitted.la.posterior.rank,
     }
-    return compare_network(fitted.la, fitted.model, setting.data, setting.config, setting.log), fitted.report, about
+    comparison = compare_network(fitted.la, fitted.model, setting.data, setting.config, setting.log)
+    if earlier is None and setting.config.tuning.protocol != "none":  # so that `predict` is calibrated, too
+        values = comparison["ours"].values
+        fitted.la.prior_precision = math.exp(sum(map(math.log, values)) / len(values))
+        save(setting, fitted)
+    return comparison, fitted.report, about
 
 
 def _kernel(setting: Setting) -> tuple[Comparison, dict[str, Any], dict[str, Any]]:

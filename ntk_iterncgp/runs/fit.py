@@ -23,7 +23,7 @@ from ntk_iterncgp.files import load_posterior, save_posterior, write_json
 from ntk_iterncgp.laplace_addon.grid import _pass_once
 from ntk_iterncgp.runs.flavour import check_keywords, make_flavour
 from ntk_iterncgp.runs.predict import restore
-from ntk_iterncgp.runs.prepare import Setting, prepare, prepare_model
+from ntk_iterncgp.runs.prepare import Setting, find_checkpoint, prepare, prepare_model
 
 POSTERIOR = "posterior.safetensors"
 NETWORK_ONLY = (
@@ -121,10 +121,19 @@ def save(setting: Setting, fitted: Fitted) -> Path:
     return path
 
 
+def _is_newer(path: Path, config: RunConfig) -> bool:
+    """Whether the posterior was written after the files it depends on; a model made by a function has none to ask."""
+    if config.model.checkpoint is None and ":" in config.model.name:
+        return False
+    sources = [find_checkpoint(config)] if config.model.checkpoint is not None else []
+    sources += [Path(config.data.train)] if config.data.train is not None else []
+    return all(not source.exists() or source.stat().st_mtime < path.stat().st_mtime for source in sources)
+
+
 def saved_fit(setting: Setting) -> Fitted | None:
     """The posterior of an earlier `fit` with the same settings in the same folder, if there is one."""
     path = setting.folder / POSTERIOR
-    if not path.exists():
+    if not path.exists() or not _is_newer(path, setting.config):
         return None
     saved = load_posterior(path)[2]
     mine, theirs = as_plain(setting.config), saved.get("config", {})
