@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-demo: $(STAMP)  ## classify the digits: prints a table, writes a figure
+demo: $(STAMP)  ## a small network on digits beside the truth: a table and runs/demo/report.html
 	$(BIN)/ntk-iterncgp demo
 
 test: $(STAMP)  ## run the whole test suite

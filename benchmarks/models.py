@@ -1,4 +1,4 @@
-"""Networks and images for the benchmarks: a LeNet-size CNN and the CIFAR ResNet-20."""
+"""Networks and images for the benchmarks: the package's LeNet and CIFAR ResNet-20, with weights and data if there."""
 
 from __future__ import annotations
 
@@ -8,65 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
+from ntk_iterncgp.config import DataConfig
+from ntk_iterncgp.datasets import load
+from ntk_iterncgp.models import CifarResNet, lenet, load_checkpoint
 
-
-def lenet(num_classes: int = 10) -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 6, 5, padding=2),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(6, 16, 5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(400, 120),
-        nn.ReLU(),
-        nn.Linear(120, 84),
-        nn.ReLU(),
-        nn.Linear(84, num_classes),
-    )
-
-
-class Block(nn.Module):
-    def __init__(self, inner: int, outer: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(inner, outer, 3, stride, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(outer)
-        self.conv2 = nn.Conv2d(outer, outer, 3, 1, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(outer)
-        self.relu = nn.ReLU(inplace=True)
-        self.downsample: nn.Module | None = None
-        if stride != 1 or inner != outer:
-            self.downsample = nn.Sequential(nn.Conv2d(inner, outer, 1, stride, bias=False), nn.BatchNorm2d(outer))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
-        return self.relu(hidden + (x if self.downsample is None else self.downsample(x)))
-
-
-class CifarResNet(nn.Module):
-    """ResNet-(6n + 2) with widths 16, 32, 64; state dict keys as in the public CIFAR-10 weights."""
-
-    def __init__(self, blocks: int = 3, num_classes: int = 10) -> None:
-        super().__init__()
-        self.conv1, self.bn1, self.relu = (
-            nn.Conv2d(3, 16, 3, 1, 1, bias=False),
-            nn.BatchNorm2d(16),
-            nn.ReLU(inplace=True),
-        )
-        self.layer1, self.layer2, self.layer3 = (
-            nn.Sequential(Block(inner, outer, stride), *(Block(outer, outer, 1) for _ in range(blocks - 1)))
-            for inner, outer, stride in ((16, 16, 1), (16, 32, 2), (32, 64, 2))
-        )
-        self.fc = nn.Linear(64, num_classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.relu(self.bn1(self.conv1(x)))
-        return self.fc(self.layer3(self.layer2(self.layer1(x))).mean((2, 3)))
+__all__ = ["CifarResNet", "cifar_images", "cifar_resnet20", "data_root", "lenet", "mnist_images"]
 
 
 def data_root() -> Path | None:
@@ -77,14 +25,12 @@ def data_root() -> Path | None:
 def cifar_images(num_images: int) -> tuple[Tensor, Tensor]:
     """Training images of CIFAR-10 (binary version) where there are any, else noise: costs are the same."""
     root = data_root()
-    file = root / "cifar-10-batches-bin" / "data_batch_1.bin" if root else None
-    if file is None or not file.exists():
+    if root is None or not (root / "cifar-10-batches-bin" / "data_batch_1.bin").exists():
         generator = torch.Generator().manual_seed(0)
         return torch.randn(num_images, 3, 32, 32, generator=generator), torch.arange(num_images) % 10
-    raw = np.fromfile(file, dtype=np.uint8).reshape(-1, 3073)[:num_images]
-    images = torch.from_numpy(raw[:, 1:].reshape(-1, 3, 32, 32).copy()).float() / 255
-    mean, std = (torch.tensor(values)[:, None, None] for values in (CIFAR_MEAN, CIFAR_STD))
-    return (images - mean) / std, torch.from_numpy(raw[:, 0].astype(np.int64))
+    data = load(DataConfig(name="cifar10", train_limit=num_images, test_limit=2), seed=0)
+    images, labels = data.train.tensors  # type: ignore[attr-defined]
+    return images, labels
 
 
 def cifar_resnet20() -> nn.Module:
@@ -92,7 +38,7 @@ def cifar_resnet20() -> nn.Module:
     model, root = CifarResNet(), data_root()
     file = root / "pretrained" / "cifar10_resnet20.safetensors" if root else None
     if file is not None and file.exists():
-        model.load_state_dict(load_file(file))
+        load_checkpoint(model, file, "cifar_resnet20")
     return model.eval()
 
 

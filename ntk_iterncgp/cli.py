@@ -1,9 +1,14 @@
 """The command `ntk-iterncgp`, also `python -m ntk_iterncgp`.
 
-    ntk-iterncgp demo [--config FILE] [--set key=value ...] [--output-dir DIR]
-    ntk-iterncgp bench [NAME] [--quick] [--json FILE]
+    ntk-iterncgp fit CONFIG                         network and data -> posterior.safetensors
+    ntk-iterncgp predict POSTERIOR --input FILE     -> probabilities and scores, as CSV or npz
+    ntk-iterncgp evaluate CONFIG                    -> metrics, baselines, report.html
+    ntk-iterncgp demo                               the same on scikit-learn's digits, in three minutes
+    ntk-iterncgp bench [NAME]                       benchmarks of the repository
+    ntk-iterncgp reproduce NAME                     the paper's experiments
 
-What a user got wrong is one sentence on stderr and exit code 2; Ctrl-C is 130. A traceback is a defect of the package.
+What a user got wrong is one sentence on stderr and exit code 2; what the machine refused (a full disk) is 1; Ctrl-C is
+130. A traceback is a defect of the package. Results are written under a temporary name and renamed when complete.
 """
 
 from __future__ import annotations
@@ -13,15 +18,15 @@ import ast
 import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from ntk_iterncgp.config import ConfigError, load
+from ntk_iterncgp.config import ConfigError, RunConfig, load
 
-USER_ERROR = 2
-INTERRUPTED = 130
+FAILURE, USER_ERROR, INTERRUPTED = 1, 2, 130
+COMMANDS = "{fit,predict,evaluate,demo,bench,reproduce}"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -31,51 +36,156 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    arguments = _parser().parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _demo(arguments) if arguments.command == "demo" else _bench(arguments)
+        if given[:1] == ["reproduce"]:  # it parses its own arguments
+            return _reproduce(given[1:])
+        arguments = _parser().parse_args(given)
+        return int(arguments.run(arguments))
     except ConfigError as error:
         print(f"ntk-iterncgp: {error}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         print("\nntk-iterncgp: interrupted.", file=sys.stderr)
         return INTERRUPTED
+    except OSError as error:  # a full disk, a folder that went away
+        where = f" '{error.filename}'" if error.filename else ""
+        print(f"ntk-iterncgp: cannot read or write{where} ({error.strerror or error}).", file=sys.stderr)
+        return FAILURE
 
 
 def _parser() -> _Parser:
-    parser = _Parser(prog="ntk-iterncgp", description="Non-conjugate Gaussian processes from all of the training data.")
+    description = "Uncertainty for trained networks and Gaussian processes, from all of the training data."
+    parser = _Parser(prog="ntk-iterncgp", description=description)
     parser.add_argument("--version", action="version", version=f"ntk-iterncgp {_version()}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{demo,bench}")
-    demo = commands.add_parser("demo", help="classify scikit-learn's digits: a table and a figure, in about a minute")
-    demo.add_argument("--config", metavar="FILE", help="YAML file with what differs from the defaults")
-    demo.add_argument(
+    commands = parser.add_subparsers(dest="command", required=True, metavar=COMMANDS)
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], text: str, example: str) -> argparse.ArgumentParser:
+        raw = argparse.RawDescriptionHelpFormatter
+        command = commands.add_parser(
+            name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=example, formatter_class=raw
+        )
+        command.set_defaults(run=run)
+        return command
+
+    fit = add(
+        "fit",
+        _fit,
+        "compute the posterior of a network: a file that predictions need and nothing else",
+        "example:\n  ntk-iterncgp fit configs/digits.yaml --set fit.num_actions=50",
+    )
+    evaluate = add(
+        "evaluate",
+        _evaluate,
+        "compare with temperature scaling, the prior alone and laplace-torch: table and report.html",
+        "example:\n  ntk-iterncgp evaluate configs/cifar10_resnet20.yaml --set data.train_limit=10000",
+    )
+    for command in (fit, evaluate):
+        command.add_argument("config", metavar="CONFIG", help="YAML file with what differs from the defaults")
+        _add_settings(command)
+    predict = add(
+        "predict",
+        _predict,
+        "probabilities and scores for new inputs",
+        "example:\n  ntk-iterncgp predict runs/digits/posterior.safetensors --input new.npz --output new.csv",
+    )
+    predict.add_argument("posterior", metavar="POSTERIOR", help="the file that 'fit' wrote")
+    predict.add_argument(
+        "--input", metavar="FILE", required=True, help=".npz with x, .npy, .csv, an image, or a folder of images"
+    )
+    predict.add_argument(
+        "--output", metavar="FILE", help=".csv or .npz (default: predictions.csv beside the posterior)"
+    )
+    predict.add_argument("--link", choices=("accurate", "probit"), default="accurate", help="default: accurate")
+    predict.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
+    demo = add(
+        "demo",
+        _demo,
+        "train a small network on scikit-learn's digits, fit it, compare it with the exact posterior",
+        "example:\n  ntk-iterncgp demo --output-dir runs/mine",
+    )
+    _add_settings(demo)
+    bench = add(
+        "bench",
+        _bench,
+        "run a benchmark of the repository, or all of them at small size",
+        "example:\n  ntk-iterncgp bench ntk --quick",
+    )
+    bench.add_argument("name", metavar="NAME", nargs="?", help="a file of benchmarks/ without .py; none: all, quickly")
+    bench.add_argument("--quick", action="store_true", help="small problems: does it run?")
+    bench.add_argument("--json", metavar="FILE", help="write the results here, too")
+    commands.add_parser("reproduce", help="the paper's experiments; 'reproduce --help' lists them")
+    return parser
+
+
+def _add_settings(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
         "--set",
         dest="overrides",
         metavar="KEY=VALUE",
         action="append",
         default=[],
-        help="change one setting; repeatable",
+        help="change one setting, for instance data.train_limit=5000; repeatable",
     )
-    demo.add_argument("--output-dir", metavar="DIR", help="where figure and results go (default: runs/demo)")
-    bench = commands.add_parser("bench", help="run a benchmark of the repository, or all of them at small size")
-    bench.add_argument("name", metavar="NAME", nargs="?", help="a file of benchmarks/ without .py; none: all, quickly")
-    bench.add_argument("--quick", action="store_true", help="small problems: does it run?")
-    bench.add_argument("--json", metavar="FILE", help="write the results here, too")
-    return parser
+    command.add_argument("--output-dir", metavar="DIR", help="where results go (default: runs/ and the config's name)")
 
 
 def _version() -> str:
     return str(importlib.import_module("ntk_iterncgp").__version__)
 
 
-def _demo(arguments: argparse.Namespace) -> int:
+def _settings(arguments: argparse.Namespace) -> RunConfig:
     config = load(arguments.config, arguments.overrides)
-    if arguments.output_dir is not None:
-        config = replace(config, output_dir=arguments.output_dir)
-    from ntk_iterncgp.demo import run  # brings matplotlib and scikit-learn, which nothing else needs
+    return config if arguments.output_dir is None else with_output_dir(config, arguments.output_dir)
 
-    run(config)
+
+def with_output_dir(config: RunConfig, folder: str) -> RunConfig:
+    if not folder:
+        raise ConfigError("output_dir expects the name of a folder, but got an empty text.")
+    return replace(config, output_dir=folder)
+
+
+def _fit(arguments: argparse.Namespace) -> int:
+    config = _settings(arguments)
+    from ntk_iterncgp.runs import fit  # brings torchvision and matplotlib: not before the settings are right
+
+    fit(config)
     return 0
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    config = _settings(arguments)
+    from ntk_iterncgp.runs import evaluate
+
+    evaluate(config)
+    return 0
+
+
+def _predict(arguments: argparse.Namespace) -> int:
+    from ntk_iterncgp.runs import predict
+
+    posterior = Path(arguments.posterior)
+    output = Path(arguments.output) if arguments.output else posterior.with_name("predictions.csv")
+    predict(posterior, Path(arguments.input), output, device=arguments.device, link=arguments.link)
+    return 0
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from ntk_iterncgp.demo import run, settings
+
+    config = settings(arguments.overrides)
+    run(config if arguments.output_dir is None else with_output_dir(config, arguments.output_dir))
+    return 0
+
+
+def _reproduce(arguments: list[str]) -> int:
+    try:
+        module = importlib.import_module("ntk_iterncgp.reproduce")
+    except ModuleNotFoundError as error:
+        if error.name != "ntk_iterncgp.reproduce":
+            raise
+        raise ConfigError("'reproduce' is not part of this version.") from error
+    return int(module.main(arguments))
 
 
 def _bench(arguments: argparse.Namespace) -> int:

@@ -1,92 +1,261 @@
 """The settings of a run: defaults in code, differences in a YAML file, last words on the command line.
 
-    config = load("configs/digits_matern.yaml", ["max_products=200"])
+    config = load("configs/mnist_lenet.yaml", ["data.train_limit=10000"])
 
-A file lists only what differs from the defaults. Whatever cannot be right is a `ConfigError` with one sentence, before
-any work is done.
+A file lists only what differs from the defaults, section by section. Whatever cannot be right is a `ConfigError` with
+one sentence, before any work is done. The resolved settings are written beside the results, so that a run can be
+repeated from its folder alone.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 
-from ntk_iterncgp.predictive import LINKS
 from ntk_iterncgp.solver import POLICIES
 
 KERNELS = ("RBF", "Matern12", "Matern32", "Matern52")
-_KINDS = {int: "a whole number", float: "a number", str: "text", type(None): "null"}
+PROTOCOLS = ("crossfit", "validation", "none")
+BASELINES = ("map", "temperature", "prior", "last_layer", "kfac", "sod", "ella", "exact")
+_KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be right, in one sentence."""
+    """Something a user can put right, in one sentence."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which data, and how much of them."""
+
+    name: str = "digits"  # digits, mnist, fashion_mnist, kmnist, cifar10, cifar100, svhn, image_folder, arrays
+    root: str | None = None  # where data sets lie; null: $NTK_ITERNCGP_DATA, or else data/
+    train: str | None = None  # image_folder: a folder; arrays: an .npz with x and y, or a .csv whose last column is y
+    test: str | None = None  # the same; null: a fifth of the training data is held out
+    train_limit: int | None = None  # null: all
+    test_limit: int | None = None
+    ood: tuple[str, ...] = ()  # other data sets, "rotated", "noise": what a classifier should not be sure about
+    ood_limit: int | None = 2000
+    batch_size: int = 250
+    image_size: int = 224  # image_folder: images are scaled and cropped to this side
+    download: bool = True
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A built-in network, one of torchvision's, or an import path `package.module:function`; trained if need be."""
+
+    name: str = "cnn"
+    checkpoint: str | None = None  # .safetensors, or .pt with weights only; also looked for under data.root
+    arguments: dict[str, Any] = field(default_factory=dict)
+    train_epochs: int = 50
+    train_batch_size: int = 50
+    learning_rate: float = 3e-3
+    weight_decay: float = 1e-5
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """A Gaussian process in the place of the network, where `name` is given."""
+
+    name: str | None = None
+    lengthscale: float = 8.0
+    outputscale: float = 32.0
+    policy: str = "curvature_residual"
+    max_products: int = 100
+    products_per_step: int = 3  # each brings up to 81 actions, so few of them make a Newton step worth taking
+    refine_products: int = 0  # spent on the variance once the mean has converged
+    max_rank: int | None = None
+
+
+@dataclass(frozen=True)
+class FitConfig:
+    """How the posterior is computed; null leaves a setting to the flavour."""
+
+    subset_of_weights: str = "all"
+    mean: str = "network"
+    policy: str | None = None
+    num_actions: int | None = None
+    max_rank: int | None = None
+    prior_precision: float = 1.0
+    refine_epochs: float | None = None  # after the fit, so many epochs more
+    options: dict[str, Any] = field(default_factory=dict)  # further keywords of the flavour, as they are
+
+
+@dataclass(frozen=True)
+class TuningConfig:
+    """How every method's one hyperparameter is chosen: never on what it is scored on."""
+
+    protocol: str = "crossfit"  # two folds of the test set; "validation": a part of it put aside; "none"
+    validation_size: int = 1000  # for "validation"
+    precision_min: float = 1e-3
+    precision_max: float = 1e6
+    steps_per_decade: int = 4
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """What is compared."""
+
+    baselines: tuple[str, ...] = ("map", "temperature", "prior", "last_layer")
+    link_samples: int = 512  # fixed points of the accurate link
+    bootstrap: int = 2000  # resamples for the intervals of differences
+    sod_size: int = 100  # data in the subset
+    ella_size: int = 500
+    ella_rank: int = 20
+    exact_limit: int = 4000  # the exact posterior is computed for at most so many weights
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A Gaussian process with an explicit kernel, on the digits."""
+    """One run."""
 
-    # The largest evidence lower bound (`gp.elbo()`, training data alone) of Matérn-3/2 and -5/2 with lengthscales 4, 8,
-    # 16 and outputscales 16, 32, 64, 128. Not the largest Laplace evidence, which is no bound: it goes on rising with
-    # the outputscale, past the point where the variance spoils the predictions.
-    kernel: str = "Matern52"
-    lengthscale: float = 8.0
-    outputscale: float = 32.0
-
-    policy: str = "curvature_residual"
-    max_products: int = 100
-    products_per_step: int = 3  # each brings up to 81 actions, so few of them make a Newton step worth taking
-    refine_products: int = 12  # spent on the variance once the mean has converged; 0: none
-    max_rank: int | None = None
-
-    # Softmax needs the whole 10×10 covariance: what all classes share does not matter, and the probit link, which sees
-    # variances alone, takes it for doubt.
-    link: str = "quadrature"
-
-    num_train: int | None = None  # null: all that are not for testing
-    num_test: int = 450
-    seed: int = 0  # of the split into training and test data, and of policies that draw random numbers
-    output_dir: str = "runs/demo"
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    kernel: KernelConfig = field(default_factory=KernelConfig)
+    fit: FitConfig = field(default_factory=FitConfig)
+    tuning: TuningConfig = field(default_factory=TuningConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    output_dir: str = ""  # empty: runs/ and the name of the configuration
+    seed: int = 0
+    device: str = "auto"  # auto: a GPU where there is one
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
-        for field in fields(self):
-            object.__setattr__(self, field.name, _typed(field.name, getattr(self, field.name), hints[field.name]))
-        for name, choices in (("kernel", KERNELS), ("policy", POLICIES), ("link", LINKS)):
-            _require_choice(name, getattr(self, name), choices)
-        for name in ("lengthscale", "outputscale"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name} expects a positive, finite number, but got {getattr(self, name)!r}.")
-        smallest = {"max_products": 1, "products_per_step": 1, "max_rank": 1, "num_train": 1, "num_test": 1}
-        for name, least in (smallest | {"refine_products": 0, "seed": 0}).items():
-            value = getattr(self, name)
+        for name, choices in (
+            ("fit.subset_of_weights", ("all", "last_layer")),
+            ("fit.mean", ("network", "refined")),
+            ("tuning.protocol", PROTOCOLS),
+            ("kernel.policy", POLICIES),
+        ):
+            _require_choice(name, self[name], choices)
+        if self.kernel.name is not None:
+            _require_choice("kernel.name", self.kernel.name, KERNELS)
+        for baseline in self.evaluate.baselines:
+            _require_choice("evaluate.baselines", baseline, BASELINES)
+        for name in POSITIVE:
+            if not 0 < self[name] < float("inf"):
+                raise ConfigError(f"{name} expects a positive, finite number, but got {self[name]!r}.")
+        for name, least in LEAST.items():
+            value = self[name]
             if value is not None and value < least:
                 raise ConfigError(f"{name} expects a whole number of at least {least}, but got {value}.")
-        if not self.output_dir:
-            raise ConfigError("output_dir expects the name of a folder, but got an empty text.")
+        if self.tuning.precision_min >= self.tuning.precision_max:
+            raise ConfigError(
+                "tuning.precision_min expects a number below tuning.precision_max, but got "
+                f"{self.tuning.precision_min:g} and {self.tuning.precision_max:g}."
+            )
+
+    def __getitem__(self, name: str) -> Any:
+        """A setting by its dotted name."""
+        value: Any = self
+        for part in name.split("."):
+            value = getattr(value, part)
+        return value
+
+
+POSITIVE = (
+    "model.learning_rate",
+    "kernel.lengthscale",
+    "kernel.outputscale",
+    "fit.prior_precision",
+    "tuning.precision_min",
+    "tuning.precision_max",
+)
+LEAST = {
+    "data.train_limit": 2,
+    "data.test_limit": 2,
+    "data.ood_limit": 2,
+    "data.batch_size": 1,
+    "data.image_size": 1,
+    "model.train_epochs": 0,
+    "model.train_batch_size": 1,
+    "kernel.max_products": 1,
+    "kernel.products_per_step": 1,
+    "kernel.refine_products": 0,
+    "kernel.max_rank": 1,
+    "fit.num_actions": 1,
+    "fit.max_rank": 1,
+    "tuning.validation_size": 1,
+    "tuning.steps_per_decade": 1,
+    "evaluate.link_samples": 1,
+    "evaluate.bootstrap": 1,
+    "evaluate.sod_size": 1,
+    "evaluate.ella_size": 1,
+    "evaluate.ella_rank": 1,
+    "evaluate.exact_limit": 1,
+    "seed": 0,
+}
 
 
 def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> RunConfig:
-    """The defaults, changed by a YAML file and then by `key=value` texts."""
-    settings = {} if path is None else _read(Path(path))
+    """The defaults, changed by a YAML file and then by `section.key=value` texts."""
+    settings = {} if path is None else dict(flat(read_settings(Path(path))))
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key.strip():
-            raise ConfigError(f"--set expects key=value, for instance max_products=200, but got {override!r}.")
-        settings[key.strip()] = _parsed(text, f"the value of {key.strip()}")
-    names = [field.name for field in fields(RunConfig)]
+            raise ConfigError(f"--set expects key=value, for instance data.train_limit=5000, but got {override!r}.")
+        settings[key.strip()] = parsed(text, f"the value of {key.strip()}")
+    return from_settings(settings, default_output_dir=f"runs/{Path(path).stem if path is not None else 'run'}")
+
+
+def from_settings(settings: Mapping[str, Any], *, default_output_dir: str = "runs/run") -> RunConfig:
+    """Checked settings, by dotted name."""
+    names = dict(setting_names())
     for key in settings:
         if key not in names:
-            nearest = _nearest(str(key), names)
-            hint = f"did you mean '{nearest}'?" if nearest else f"the settings are {', '.join(names)}."
-            raise ConfigError(f"There is no setting '{key}'; {hint}")
-    return replace(RunConfig(), **settings)
+            raise ConfigError(f"There is no setting '{key}'; {_hint(str(key), names)}")
+    typed = {key: typed_value(key, value, names[key]) for key, value in settings.items()}
+    config = RunConfig()
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in typed.items():
+        section, _, name = key.rpartition(".")
+        sections.setdefault(section, {})[name] = value
+    changes = sections.pop("", {})
+    changes |= {section: replace(getattr(config, section), **values) for section, values in sections.items()}
+    return replace(config, **({"output_dir": default_output_dir} | {k: v for k, v in changes.items() if v != ""}))
+
+
+def setting_names() -> Iterator[tuple[str, Any]]:
+    """Dotted names and types of all settings."""
+    hints = get_type_hints(RunConfig)
+    for f in fields(RunConfig):
+        if is_dataclass(hints[f.name]):
+            inner = get_type_hints(hints[f.name])
+            yield from ((f"{f.name}.{g.name}", inner[g.name]) for g in fields(hints[f.name]))
+        else:
+            yield f.name, hints[f.name]
+
+
+def flat(settings: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """Sections as dotted names."""
+    sections = {f.name for f in fields(RunConfig) if is_dataclass(get_type_hints(RunConfig)[f.name])}
+    for key, value in settings.items():
+        if key in sections:
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"'{key}' expects a section of settings, but got {value!r}.")
+            yield from ((f"{key}.{name}", item) for name, item in value.items())
+        else:
+            yield str(key), value
+
+
+def as_yaml(config: RunConfig) -> str:
+    """All settings; loading the text gives the same run."""
+    return str(yaml.safe_dump(as_plain(config), sort_keys=False, allow_unicode=True))
+
+
+def as_plain(config: RunConfig) -> dict[str, Any]:
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: plain(item) for key, item in value.items()}
+        return list(value) if isinstance(value, tuple) else value
+
+    return {key: plain(value) for key, value in asdict(config).items()}
 
 
 def prepare_output_dir(config: RunConfig) -> Path:
@@ -105,15 +274,15 @@ def prepare_output_dir(config: RunConfig) -> Path:
     return folder
 
 
-def _read(path: Path) -> dict[Any, Any]:
+def read_settings(path: Path) -> dict[Any, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"'{path}' is not a text file; --config expects a YAML file of settings.") from error
+        raise ConfigError(f"'{path}' is not a text file; a YAML file of settings is expected.") from error
     except OSError as error:
         reason = (error.strerror or type(error).__name__).lower()
         raise ConfigError(f"Cannot read the configuration '{path}' ({reason}).") from error
-    settings = _parsed(text, f"'{path}'")
+    settings = parsed(text, f"'{path}'")
     if settings is None:  # a file of comments: nothing differs from the defaults
         return {}
     if not isinstance(settings, dict):
@@ -121,7 +290,7 @@ def _read(path: Path) -> dict[Any, Any]:
     return settings
 
 
-def _parsed(text: str, name: str) -> Any:
+def parsed(text: str, name: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -130,9 +299,18 @@ def _parsed(text: str, name: str) -> Any:
         raise ConfigError(f"{name} is not valid YAML{where}: {getattr(error, 'problem', None) or error}.") from error
 
 
-def _typed(name: str, value: Any, hint: Any) -> Any:
+def typed_value(name: str, value: Any, hint: Any) -> Any:
     """The value as the type of its field, or a sentence."""
     kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    if get_origin(hint) is tuple:
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, (list, tuple)) or not all(isinstance(item, str) for item in items):
+            raise ConfigError(f"{name} expects a list of names, for instance [a, b], but got {value!r}.")
+        return tuple(items)
+    if get_origin(hint) is dict:
+        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+            raise ConfigError(f"{name} expects names with values, for instance {{key: 1}}, but got {value!r}.")
+        return value
     if float in kinds and not isinstance(value, bool):
         if isinstance(value, int):
             return float(value)
@@ -149,12 +327,21 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
 
 def _require_choice(name: str, value: str, choices: Collection[str]) -> None:
     if value not in choices:
-        nearest = _nearest(value, choices)
-        hint = f"; did you mean '{nearest}'?" if nearest else "."
+        near = nearest(value, choices)
+        hint = f"; did you mean '{near}'?" if near else "."
         raise ConfigError(f"{name} expects one of {', '.join(choices)}, but got '{value}'{hint}")
 
 
-def _nearest(word: str, choices: Collection[str]) -> str | None:
+def _hint(key: str, names: Collection[str]) -> str:
+    """The setting that was meant: by its last part, since a section is often left out."""
+    by_last = {name.rpartition(".")[2]: name for name in names}
+    last = key.rpartition(".")[2]
+    found = nearest(key, names) if "." in key else by_last.get(nearest(last, by_last) or "")
+    return f"did you mean '{found}'?" if found else f"the settings are {', '.join(names)}."
+
+
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    """The choice that was probably meant."""
     folded = {choice.casefold(): choice for choice in choices}
     found = difflib.get_close_matches(word.casefold(), folded, n=1, cutoff=0.5)
     return folded[found[0]] if found else None

@@ -1,14 +1,20 @@
-"""The command line: what users get wrong is one sentence and exit code 2, before any work is done."""
+"""The command line: what users get wrong is one sentence and a non-zero exit, with nothing half-written."""
 
+import errno
+import importlib
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.error import URLError
 
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import ntk_iterncgp
-from ntk_iterncgp import cli, config, demo
+from ntk_iterncgp import cli, config, models
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -16,17 +22,19 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture(autouse=True)
 def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("NTK_ITERNCGP_DATA", raising=False)
     return tmp_path
 
 
 @pytest.fixture
 def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's mistake must be found before anything is fitted."""
+    """A user's mistake must be found before anything is trained or fitted."""
 
-    def fail(*arguments: object) -> None:
+    def fail(*arguments: object, **settings: object) -> None:
         raise AssertionError("work was begun")
 
-    monkeypatch.setattr(demo, "compare", fail)
+    monkeypatch.setattr(models, "train", fail)
+    monkeypatch.setattr(importlib.import_module("ntk_iterncgp.runs.fit"), "fit_network", fail)
 
 
 def outcome(argv: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -38,38 +46,60 @@ def outcome(argv: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[in
     return code, capsys.readouterr().err
 
 
+def fit(*settings: str) -> list[str]:
+    return ["fit", "empty.yaml", *(text for setting in settings for text in ("--set", setting))]
+
+
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (["demo", "--set", "lenghtscale=2"], "There is no setting 'lenghtscale'; did you mean 'lengthscale'?"),
-        (["demo", "--set", "zzz=2"], "There is no setting 'zzz'; the settings are kernel, lengthscale"),
-        (["demo", "--set", "max_products"], "--set expects key=value, for instance max_products=200"),
-        (["demo", "--set", "max_products=many"], "max_products expects a whole number, but got 'many'."),
-        (["demo", "--set", "max_products=0"], "max_products expects a whole number of at least 1, but got 0."),
-        (["demo", "--set", "max_products=true"], "max_products expects a whole number, but got True."),
-        (["demo", "--set", "max_rank=2.5"], "max_rank expects a whole number or null, but got 2.5."),
-        (["demo", "--set", "lengthscale=-1"], "lengthscale expects a positive, finite number, but got -1.0."),
-        (["demo", "--set", "lengthscale=.nan"], "lengthscale expects a positive, finite number, but got nan."),
-        (["demo", "--set", "lengthscale=[1, 2]"], "lengthscale expects a number, but got [1, 2]."),
-        (["demo", "--set", "lengthscale=[1"], "the value of lengthscale is not valid YAML"),
-        (
-            ["demo", "--set", "kernel=matern"],
-            "kernel expects one of RBF, Matern12, Matern32, Matern52, but got 'matern'",
-        ),
-        (["demo", "--set", "policy=residuals"], "but got 'residuals'; did you mean 'residual'?"),
-        (["demo", "--set", "link=probits"], "link expects one of probit, quadrature, mc"),
-        (["demo", "--set", "num_train=5"], "at least 10 each and at most 1797 together, but got 5 and 450."),
-        (["demo", "--set", "num_test=1797"], "at least 10 each and at most 1797 together, but got 0 and 1797."),
-        (
-            ["demo", "--config", "missing.yaml"],
-            "Cannot read the configuration 'missing.yaml' (no such file or directory).",
-        ),
-        (["demo", "--config", "."], "Cannot read the configuration '.' (is a directory)."),
-        (["demo", "--config", "list.yaml"], "'list.yaml' expects lines of the form 'key: value'"),
-        (["demo", "--config", "broken.yaml"], "'broken.yaml' is not valid YAML (line 2)"),
-        (["demo", "--config", "figure.png"], "'figure.png' is not a text file"),
-        (["demo", "--output-dir", "list.yaml/runs"], "Cannot write to the folder 'list.yaml/runs' (not a directory)"),
-        (["demo", "--output-dir", ""], "output_dir expects the name of a folder, but got an empty text."),
+        (fit("fit.num_action=2"), "There is no setting 'fit.num_action'; did you mean 'fit.num_actions'?"),
+        (fit("train_limt=2"), "There is no setting 'train_limt'; did you mean 'data.train_limit'?"),
+        (fit("zzz=2"), "There is no setting 'zzz'; the settings are data.name, data.root"),
+        (fit("data.train_limit"), "--set expects key=value, for instance data.train_limit=5000"),
+        (fit("data.train_limit=many"), "data.train_limit expects a whole number or null, but got 'many'."),
+        (fit("data.train_limit=1"), "data.train_limit expects a whole number of at least 2, but got 1."),
+        (fit("fit.num_actions=true"), "fit.num_actions expects a whole number or null, but got True."),
+        (fit("fit.prior_precision=-1"), "fit.prior_precision expects a positive, finite number, but got -1.0."),
+        (fit("fit.prior_precision=.nan"), "fit.prior_precision expects a positive, finite number, but got nan."),
+        (fit("fit.prior_precision=[1"), "the value of fit.prior_precision is not valid YAML"),
+        (fit("tuning.protocol=crossfits"), "but got 'crossfits'; did you mean 'crossfit'?"),
+        (fit("tuning.precision_max=0.0001"), "expects a number below tuning.precision_max, but got 0.001 and 0.0001."),
+        (fit("evaluate.baselines=[kfca]"), "evaluate.baselines expects one of map, temperature, prior"),
+        (fit("data.ood={a: 1}"), "data.ood expects a list of names, for instance [a, b], but got {'a': 1}."),
+        (fit("fit.options=3"), "fit.options expects names with values, for instance {key: 1}, but got 3."),
+        (fit("fit.options={cotangent: 2}"), "The flavour has no setting 'cotangent' (fit.options);"),
+        (fit("kernel.name=Matern32"), "'fit' writes the posterior of a network."),
+        (fit("data.name=digit"), "but got 'digit'; did you mean 'digits'?"),
+        (fit("data.name=arrays"), "data.name 'arrays' expects a file in data.train"),
+        (fit("data.name=arrays", "data.train=no.npz"), "There is no file 'no.npz'; data.train expects"),
+        (fit("data.name=image_folder", "data.train=absent"), "data.train expects a folder with a folder of images"),
+        (fit("data.ood=[rotatd]"), "but got 'rotatd'; did you mean 'rotated'?"),
+        (fit("model.name=lenett"), "There is no model 'lenett'; did you mean 'lenet'?"),
+        (fit("model.name=lenet"), "'lenet' expects square images with sides of at least 12"),
+        (fit("model.name=cifar_resnet20"), "expects square images with 3 channels"),
+        (fit("model.name=no_such_module:make"), "Cannot import the model 'no_such_module:make'"),
+        (fit("model.arguments={size: 3}"), "model.arguments do not suit 'cnn'"),
+        (fit("model.checkpoint=no.safetensors"), "There is no checkpoint at 'no.safetensors'"),
+        (fit("model.checkpoint=figure.png"), "'figure.png' is"),
+        (fit("model.checkpoint=other.safetensors"), "is a checkpoint of another architecture than 'cnn': it lacks"),
+        (fit("model.checkpoint=twenty.safetensors"), "has 7.weight as (20, 48), not (10, 48)"),
+        (fit("model.checkpoint=objects.pt"), "is expected to hold weights only, but holds other objects"),
+        (fit("device=cuda:99"), "expects a GPU" if not torch.cuda.is_available() else "ntk-iterncgp"),
+        (fit("device=gpu"), "device expects auto, cpu or cuda, but got 'gpu'."),
+        (["fit", "missing.yaml"], "Cannot read the configuration 'missing.yaml' (no such file or directory)."),
+        (["evaluate", "."], "Cannot read the configuration '.' (is a directory)."),
+        (["evaluate", "list.yaml"], "'list.yaml' expects lines of the form 'key: value'"),
+        (["evaluate", "flat.yaml"], "'data' expects a section of settings, but got 3."),
+        (["evaluate", "broken.yaml"], "'broken.yaml' is not valid YAML (line 2)"),
+        (["evaluate", "figure.png"], "'figure.png' is not a text file"),
+        (["fit", "empty.yaml", "--output-dir", "list.yaml/runs"], "Cannot write to the folder 'list.yaml/runs'"),
+        (["fit", "empty.yaml", "--output-dir", ""], "output_dir expects the name of a folder, but got an empty text."),
+        (["demo", "--set", "sed=1"], "There is no setting 'sed'; did you mean 'seed'?"),
+        (["predict", "no.safetensors", "--input", "x.npz"], "There is no posterior at 'no.safetensors'"),
+        (["predict", "other.safetensors", "--input", "x.npz"], "'other.safetensors' holds tensors, but no posterior"),
+        (["predict", "figure.png", "--input", "x.npz"], "'figure.png' is not a posterior file, or is damaged"),
+        (["predict", "no", "--input", "x", "--output", "o.txt"], "--output expects a file that ends in .csv or .npz"),
         (["bench"], "Benchmarks are part of the repository, not of the package; run this inside a checkout of it."),
     ],
 )
@@ -77,13 +107,18 @@ def outcome(argv: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[in
 def test_a_mistake_is_one_sentence_and_exit_code_2(
     argv: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "empty.yaml").write_text("# nothing differs\n")
     (tmp_path / "list.yaml").write_text("- 1\n- 2\n")
-    (tmp_path / "broken.yaml").write_text("kernel: RBF\nseed: a: b\n")
+    (tmp_path / "flat.yaml").write_text("data: 3\n")
+    (tmp_path / "broken.yaml").write_text("seed: 1\ndevice: a: b\n")
     (tmp_path / "figure.png").write_bytes(b"\x89PNG\xff\xfe")
+    save_file({"weight": torch.zeros(2)}, tmp_path / "other.safetensors")
+    save_file(models.cnn(20, (1, 8, 8)).state_dict(), tmp_path / "twenty.safetensors")
+    torch.save({"model": Path("x")}, tmp_path / "objects.pt")
     code, error = outcome(argv, capsys)
-    assert code == 2
-    assert sentence in error
-    assert error.startswith("ntk-iterncgp: ") and error.count("\n") == 1
+    assert (code, error.count("\n")) == (2, 1), error
+    assert sentence in error and error.startswith("ntk-iterncgp: ")
+    assert not list(tmp_path.rglob("posterior*")) and not list(tmp_path.rglob("*.html"))
 
 
 @pytest.mark.parametrize(
@@ -92,6 +127,7 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
         ([], "the following arguments are required"),
         (["dmeo"], "invalid choice: 'dmeo'"),
         (["demo", "--colour"], "unrecognized arguments: --colour"),
+        (["fit"], "the following arguments are required: CONFIG"),
     ],
 )
 def test_an_unknown_command_or_option_is_one_sentence(
@@ -102,18 +138,85 @@ def test_an_unknown_command_or_option_is_one_sentence(
     assert sentence in error and "--help" in error and error.count("\n") == 1
 
 
-def test_interrupting_gives_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupt(*arguments: object) -> None:
+@pytest.mark.usefixtures("no_work")
+def test_without_a_network_the_sentence_says_which_files_go_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unreachable(*arguments: object, **settings: object) -> None:
+        raise URLError("Name or service not known")
+
+    known = importlib.import_module("ntk_iterncgp.datasets.known")
+    for name, files in (("MNIST", "train-images-idx3-ubyte.gz"), ("CIFAR10", "data_batch_1.bin"), ("SVHN", ".mat")):
+        monkeypatch.setattr(known.torchvision.datasets, name, unreachable)
+        (tmp_path / "empty.yaml").touch()
+        code, error = outcome(fit(f"data.name={name.lower()}", "data.root=here"), capsys)
+        assert code == 2 and error.count("\n") == 1
+        assert f"{name} is not under 'here' and cannot be downloaded" in error and files in error
+        assert "NTK_ITERNCGP_DATA" in error
+
+
+@pytest.mark.usefixtures("no_work")
+def test_a_model_with_another_number_of_classes_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.yaml").touch()
+    (tmp_path / "made_here.py").write_text(
+        "import torch\ndef net():\n    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 7))\n"
+    )
+    code, error = outcome(fit("model.name=made_here:net"), capsys)
+    assert code == 2
+    assert "expected to have 10 outputs, one for each class of the data, but has 7." in error
+
+
+def test_a_full_disk_ends_in_a_sentence_and_leaves_no_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(tensors: object, target: Path, metadata: object = None) -> None:
+        Path(target).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device", str(target))
+
+    monkeypatch.setattr("ntk_iterncgp.files.save_file", full)
+    (tmp_path / "empty.yaml").touch()
+    small = ("model.train_epochs=1", "fit.num_actions=2", "tuning.protocol=none", "data.train_limit=60")
+    code, error = outcome([*fit(*small), "--output-dir", "out"], capsys)
+    assert code == 1 and "No space left on device" in error and "Traceback" not in error
+    assert not list((tmp_path / "out").glob("*posterior*"))
+
+
+def test_interrupting_gives_130_and_no_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*arguments: object, **settings: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo, "compare", interrupt)
-    assert outcome(["demo"], capsys) == (130, "\nntk-iterncgp: interrupted.\n")
+    monkeypatch.setattr("ntk_iterncgp.laplace_addon.base.fit_network", interrupt, raising=False)
+    monkeypatch.setattr(models, "train", interrupt)
+    (tmp_path / "empty.yaml").touch()
+    code, error = outcome([*fit(), "--output-dir", "out"], capsys)
+    assert code == 130 and error.endswith("\nntk-iterncgp: interrupted.\n")
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.yaml", "run.log"]
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         cli.main(["--version"])
     assert capsys.readouterr().out == f"ntk-iterncgp {ntk_iterncgp.__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["fit", "predict", "evaluate", "demo", "bench"])
+def test_every_command_explains_itself_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([command, "--help"])
+    assert f"example:\n  ntk-iterncgp {command} " in capsys.readouterr().out
+
+
+def test_reproduce_hands_its_arguments_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Module:
+        @staticmethod
+        def main(argv: list[str]) -> int:
+            assert argv == ["figure1", "--quick"]
+            return 3
+
+    monkeypatch.setitem(sys.modules, "ntk_iterncgp.reproduce", Module)
+    assert cli.main(["reproduce", "figure1", "--quick"]) == 3
 
 
 def test_the_package_runs_as_a_module() -> None:
@@ -166,15 +269,25 @@ def test_without_a_name_all_benchmarks_run_quickly(
 
 def test_settings_come_from_defaults_then_file_then_command_line(tmp_path: Path) -> None:
     file = tmp_path / "some.yaml"
-    file.write_text("# a reason\nlengthscale: 1e-1\nmax_products: 7\n")
-    settings = config.load(file, ["max_products=9", "max_rank=null", "outputscale=2"])
-    assert settings == config.RunConfig(lengthscale=0.1, max_products=9, outputscale=2.0)
-    file.write_text("# nothing differs\n")
-    assert config.load(file) == config.load() == config.RunConfig()
+    file.write_text("# a reason\nfit:\n  prior_precision: 1e-1\n  num_actions: 7\n")
+    settings = config.load(file, ["fit.num_actions=9", "fit.max_rank=null", "data.ood=noise"])
+    assert (settings.fit.prior_precision, settings.fit.num_actions, settings.data.ood) == (0.1, 9, ("noise",))
+    assert settings.output_dir == "runs/some"
+    file.write_text(config.as_yaml(settings))  # what a run writes beside its results is the same run
+    assert config.load(file) == settings
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_every_configuration_lists_only_differences(path: Path) -> None:
     settings, defaults = config.load(path), config.RunConfig()
-    for key in config._read(path):
-        assert getattr(settings, key) != getattr(defaults, key), f"{key} is the default"
+    for key, _ in config.flat(config._read(path)):
+        assert settings[key] != defaults[key], f"{key} is the default"
+
+
+def test_a_csv_of_words_is_refused_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.yaml").touch()
+    (tmp_path / "words.csv").write_text("a,b\nx,y\n")
+    np.savez(tmp_path / "no_labels.npz", x=np.zeros((3, 2)))
+    for file, sentence in (("words.csv", "numbers with commas"), ("no_labels.npz", "hold the arrays x and y")):
+        code, error = outcome(fit("data.name=arrays", f"data.train={file}"), capsys)
+        assert code == 2 and sentence in error

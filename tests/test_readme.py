@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ntk_iterncgp.config import KERNELS
-from ntk_iterncgp.evaluation.report import COLUMNS
+from ntk_iterncgp import cli
+from ntk_iterncgp.config import KERNELS, load
 from ntk_iterncgp.likelihoods import __all__ as LIKELIHOODS
 from ntk_iterncgp.predictive import LINKS
 from ntk_iterncgp.solver import POLICIES, Status
@@ -32,7 +32,17 @@ def test_the_python_of_a_page_runs_in_order(page: Path) -> None:
 
 def test_there_is_python_to_run() -> None:
     with_code = {page.name for page in PAGES if python_blocks(page.read_text(encoding="utf-8"))}
-    assert with_code >= {"README.md", "extending.md", "kernels.md"}
+    assert with_code >= {"README.md", "api.md", "extending.md", "kernels.md"}
+
+
+def test_the_commands_of_the_readme_are_those_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = re.findall(r"^    ntk-iterncgp (\w+) (\S+)", README, re.MULTILINE)
+    assert {command for command, _ in shown} >= {"fit", "predict", "evaluate"}
+    for command, argument in shown:
+        with pytest.raises(SystemExit, match="0"):
+            cli.main([command, "--help"])
+        if argument.startswith("configs/"):
+            load(ROOT / argument)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -45,8 +55,3 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("name", [*POLICIES, *LINKS, *KERNELS, *set(LIKELIHOODS) - {"Likelihood"}, *Status])
 def test_the_readme_names_every_choice(name: str) -> None:
     assert f"`{name}" in README or f'`"{name}"' in README
-
-
-def test_the_table_of_the_readme_has_the_columns_of_the_demo() -> None:
-    headings = "   ".join(heading for heading, _, _ in COLUMNS)
-    assert headings.split() in [line.split() for line in README.splitlines()]

@@ -1,4 +1,4 @@
-"""How good predictions are: scores of probabilities against labels."""
+"""How good predictions are: scores of probabilities against labels, and methods side by side."""
 
 from ntk_iterncgp.evaluation.metrics import (
     ClassificationMetrics,
@@ -6,5 +6,26 @@ from ntk_iterncgp.evaluation.metrics import (
     classification_metrics,
     reliability_curve,
 )
+from ntk_iterncgp.evaluation.ood import OODMetrics, ood_metrics, roc_curve
+from ntk_iterncgp.evaluation.uncertainty import (
+    Difference,
+    RegressionMetrics,
+    bootstrap_difference,
+    regression_metrics,
+    risk_curve,
+)
 
-__all__ = ["ClassificationMetrics", "ReliabilityCurve", "classification_metrics", "reliability_curve"]
+__all__ = [
+    "ClassificationMetrics",
+    "Difference",
+    "OODMetrics",
+    "RegressionMetrics",
+    "ReliabilityCurve",
+    "bootstrap_difference",
+    "classification_metrics",
+    "ood_metrics",
+    "regression_metrics",
+    "reliability_curve",
+    "risk_curve",
+    "roc_curve",
+]

@@ -1,95 +1,204 @@
-"""The demo's figure: test NLL against cost, reliability, and the digits a method is most and least sure of.
+"""The panels of the report, each a small figure of its own, so that they can stand in one column on a phone.
 
-Colours are Okabe and Ito's, told apart by every kind of colour vision; lines differ in marker and dashes as well.
+Colours are Okabe and Ito's, told apart by every kind of colour vision; lines differ in dashes as well. A figure is SVG
+text with letters as outlines: it looks the same everywhere and needs no font.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure, SubFigure
-from matplotlib.ticker import LogLocator, NullLocator
+from matplotlib.figure import Figure
 from torch import Tensor
 
+from ntk_iterncgp.evaluation.compare import Comparison, Result
 from ntk_iterncgp.evaluation.metrics import reliability_curve
-from ntk_iterncgp.evaluation.report import Row
+from ntk_iterncgp.evaluation.ood import roc_curve
+from ntk_iterncgp.evaluation.uncertainty import risk_curve
 
-STYLES = [  # colour, marker, dashes
-    ("#000000", "s", ":"),
-    ("#D55E00", "v", "--"),
-    ("#56B4E9", "D", "-."),
-    ("#0072B2", "o", "-"),
-    ("#009E73", "*", "-"),
-]
+STYLES: dict[str, tuple[str, str]] = {  # colour, dashes
+    "map": ("#000000", ":"),
+    "temperature": ("#E69F00", "--"),
+    "prior": ("#999999", "-."),
+    "last_layer": ("#56B4E9", "--"),
+    "kfac": ("#CC79A7", "-."),
+    "sod": ("#D55E00", ":"),
+    "ella": ("#F0E442", "--"),
+    "exact": ("#009E73", "-"),
+    "ours": ("#0072B2", "-"),
+}
 FEWEST_PER_BIN = 5  # below this, the accuracy of a bin is mostly chance
-NUM_DIGITS = 6  # most certain, and as many least certain
+SHOWN = ("map", "temperature", "prior", "exact", "ours")  # more lines than these cannot be told apart
+SIZE = (4.3, 3.3)  # inches
+
+Draw = Callable[[Axes], None]
 
 
-def demo_figure(rows: Sequence[Row], labels: Tensor, images: Tensor, path: Path) -> None:  # (b,), (b, side, side)
-    """Three panels, 7 inches wide, as PNG."""
-    with mpl.rc_context({"font.size": 8, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(7.0, 5.0), dpi=200, layout="constrained")
-        panels = figure.add_gridspec(2, 1, height_ratios=[1.55, 1])
-        top, bottom = figure.add_subfigure(panels[0]), figure.add_subfigure(panels[1])
-        left, right = top.subplots(1, 2, width_ratios=[1.25, 1])
-        _draw_curves(left, rows)
-        _draw_reliability(right, rows, labels)
-        _draw_digits(bottom, rows[-1], labels, images)
-        figure.savefig(path)
+def panels(comparison: Comparison, fit: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Title, one sentence, and SVG of every figure that these results can fill."""
+    results = [result for result in comparison.results if result.name in SHOWN]
+    found: list[tuple[str, str, Draw]] = [
+        (
+            "Reliability",
+            "How often predictions of a given confidence are right; below the diagonal they are too sure.",
+            lambda axes: _reliability(axes, results, comparison.labels),
+        ),
+        (
+            "Confidence",
+            "The probability of the predicted class on test inputs, ours and the network as it is.",
+            lambda axes: _confidence(axes, results),
+        ),
+        (
+            "Selective risk",
+            "The error among the inputs a method is surest about: it should fall to the left.",
+            lambda axes: _risk(axes, results, comparison.labels),
+        ),
+    ]
+    for name in comparison["ours"].ood:
+        found += _other_panels(name, results)
+    history = [record for record in fit.get("history", []) if record.get("information_captured") is not None]
+    if len(history) > 1:
+        found.append(
+            (
+                "Information captured",
+                "A lower bound on the share of what the training data say that has been used, against cost.",
+                lambda axes: _information(axes, history),
+            )
+        )
+    if comparison.contraction:
+        found.append(
+            (
+                "Variance contraction",
+                "Posterior over prior variance at each input: one where the training data say nothing.",
+                lambda axes: _contraction(axes, comparison.contraction),
+            )
+        )
+    if comparison.exact_ratio is not None:
+        ratio = comparison.exact_ratio
+        found.append(
+            (
+                "Against the truth",
+                "Our variance over that of the exact posterior at the same prior: never below one.",
+                lambda axes: _against_exact(axes, ratio),
+            )
+        )
+    return [(title, sentence, svg(draw)) for title, sentence, draw in found]
 
 
-def _draw_curves(axes: Axes, rows: Sequence[Row]) -> None:
-    for row, (colour, marker, dashes) in zip(rows, STYLES, strict=False):
-        products, nll = zip(*row.curve, strict=True)
-        size = 7 if marker == "*" else 3.5
-        axes.plot(products, nll, dashes, color=colour, marker=marker, markersize=size, linewidth=1.2, label=row.label)
-    axes.set(xscale="log", yscale="log", xlabel="products with the kernel matrix", ylabel="test NLL (nats)")
-    axes.set_title("what products buy", loc="left", fontsize=9)
-    for axis, steps in ((axes.xaxis, (1, 3)), (axes.yaxis, (1, 1.5, 2, 3, 4, 6))):
-        axis.set_major_locator(LogLocator(subs=steps))
-        axis.set_major_formatter("{x:g}")
-        axis.set_minor_locator(NullLocator())
-    axes.grid(linewidth=0.3, alpha=0.5)
-    axes.legend(frameon=False, fontsize=7)
+def svg(draw: Draw) -> str:
+    style: Any = {
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "svg.fonttype": "path",
+        "svg.hashsalt": "ntk-iterncgp",  # the same figure is the same text
+        "legend.frameon": False,
+        "legend.fontsize": 7.5,
+    }
+    with mpl.rc_context(style):
+        figure = Figure(figsize=SIZE, layout="constrained")
+        draw(figure.subplots())
+        stream = io.StringIO()
+        figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
+    text = stream.getvalue()
+    return text[text.index("<svg") :]
 
 
-def _draw_reliability(axes: Axes, rows: Sequence[Row], labels: Tensor) -> None:
+def _reliability(axes: Axes, results: Sequence[Result], labels: Tensor) -> None:
     axes.plot([0, 1], [0, 1], color="0.6", linewidth=0.8, zorder=0)
-    axes.text(0.97, 0.05, "overconfident", color="0.4", fontsize=7, ha="right")
-    axes.text(0.04, 0.95, "cautious", color="0.4", fontsize=7)
-    for row, (colour, marker, dashes) in zip(rows, STYLES, strict=False):
-        curve = reliability_curve(row.probabilities, labels)
+    for result in results:
+        colour, dashes = STYLES[result.name]
+        curve = reliability_curve(result.probabilities, labels)
         enough = curve.count >= FEWEST_PER_BIN
-        confidence, accuracy = curve.confidence[enough].tolist(), curve.accuracy[enough].tolist()
-        size = 7 if marker == "*" else 3.5
-        axes.plot(confidence, accuracy, dashes, color=colour, marker=marker, markersize=size, linewidth=1.0)
-    axes.set(xlim=(0, 1.02), ylim=(0, 1.04), xlabel="confidence", ylabel="accuracy", aspect="equal")
-    axes.set_title("reliability on the test digits", loc="left", fontsize=9)
+        x, y = curve.confidence[enough].tolist(), curve.accuracy[enough].tolist()
+        axes.plot(x, y, dashes, color=colour, marker="o", markersize=3, linewidth=1.2, label=result.label)
+    axes.set(xlim=(0, 1.02), ylim=(0, 1.04), xlabel="confidence", ylabel="accuracy")
+    axes.legend(loc="lower right")
 
 
-def _draw_digits(panel: SubFigure, row: Row, labels: Tensor, images: Tensor) -> None:
-    """Images, the most and the least certain, each over its class probabilities."""
-    confidence, predicted = row.probabilities.max(1)
-    order = confidence.argsort(descending=True, stable=True).tolist()
-    count = min(NUM_DIGITS, len(order) // 2)
-    chosen = order[:count] + order[-count:]
-    title = f"most and least certain test digits ({row.label}), with the probability of each class (true one in blue)"
-    panel.suptitle(title, fontsize=9)
-    grid = panel.subplots(2, 2 * count, height_ratios=[1, 0.8], squeeze=False)
-    for column, index in enumerate(chosen):
-        image, bars = grid[0, column], grid[1, column]
-        note = "" if predicted[index] == labels[index] else "\nwrong"
-        image.imshow(images[index].numpy(), cmap="gray_r", interpolation="nearest")
-        image.set(xticks=[], yticks=[])
-        for spine in image.spines.values():
-            spine.set(visible=True, color="0.6", linewidth=0.5)
-        image.set_title(f"{int(labels[index])}", fontsize=8, pad=2)
-        probabilities = row.probabilities[index].tolist()
-        colours = ["#0072B2" if c == int(labels[index]) else "#D55E00" for c in range(len(probabilities))]
-        bars.bar(range(len(probabilities)), probabilities, color=colours, width=0.9)
-        bars.set(ylim=(0, 1), xticks=[0, len(probabilities) - 1], yticks=[])
-        bars.tick_params(length=1.5, labelsize=6, pad=1)
-        bars.set_xlabel(f"{100 * float(confidence[index]):.0f} %{note}", fontsize=7, labelpad=1)
+def _confidence(axes: Axes, results: Sequence[Result]) -> None:
+    bins = np.linspace(0, 1, 21)
+    for result in results:
+        if result.name in ("map", "ours"):
+            colour = STYLES[result.name][0]
+            values = result.probabilities.max(1).values.numpy()
+            axes.hist(values, bins.tolist(), histtype="step", color=colour, linewidth=1.4, label=result.label)
+    axes.set(xlabel="confidence", ylabel="test inputs", yscale="log", xlim=(0, 1))
+    axes.legend(loc="upper left")
+
+
+def _risk(axes: Axes, results: Sequence[Result], labels: Tensor) -> None:
+    for result in results:
+        confidence, predicted = result.probabilities.max(1)
+        share, risk = risk_curve(confidence, predicted != labels)
+        first = max(1, len(share) // 50)  # the error of a handful says nothing
+        colour, dashes = STYLES[result.name]
+        axes.plot(share[first:], 100 * risk[first:], dashes, color=colour, linewidth=1.3, label=result.label)
+    axes.set(xlabel="share of inputs answered, the surest first", ylabel="error (%)", xlim=(0, 1))
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="upper left")
+
+
+def _other_panels(name: str, results: Sequence[Result]) -> list[tuple[str, str, Draw]]:
+    def histogram(axes: Axes) -> None:
+        ours = next(result for result in results if result.name == "ours").ood[name]
+        top = float(max(ours.test_scores.max(), ours.other_scores.max()))
+        bins = np.linspace(0, top, 31).tolist()
+        for scores, colour, label in (
+            (ours.test_scores, "#0072B2", "test inputs"),
+            (ours.other_scores, "#D55E00", name),
+        ):
+            axes.hist(scores.numpy(), bins, density=True, alpha=0.55, color=colour, label=label)
+        axes.set(xlabel="entropy of ours (nats)", ylabel="density")
+        axes.legend()
+
+    def roc(axes: Axes) -> None:
+        axes.plot([0, 1], [0, 1], color="0.6", linewidth=0.8, zorder=0)
+        for result in results:
+            colour, dashes = STYLES[result.name]
+            other = result.ood[name]
+            x, y = roc_curve(other.test_scores, other.other_scores)
+            label = f"{result.label}: {other.by_entropy.auroc:.3f}"
+            axes.plot(x, y, dashes, color=colour, linewidth=1.3, label=label)
+        axes.set(xlabel="test inputs rejected", ylabel=f"{name} rejected", xlim=(0, 1), ylim=(0, 1.02))
+        axes.legend(loc="lower right")
+
+    return [
+        (f"Entropy: test and {name}", f"How far {name} inputs are told from test inputs by ours.", histogram),
+        (f"ROC: {name}", "Rejecting by entropy; the number is the area under the curve.", roc),
+    ]
+
+
+def _information(axes: Axes, history: Sequence[Mapping[str, Any]]) -> None:
+    in_epochs = all(record.get("epochs") is not None for record in history)
+    cost = [record["epochs"] if in_epochs else record["num_products"] for record in history]
+    captured = [100 * record["information_captured"] for record in history]
+    axes.plot(cost, captured, color=STYLES["ours"][0], marker="o", markersize=3, linewidth=1.3)
+    axes.set(xlabel="epochs" if in_epochs else "products with the prior", ylabel="information captured (%, at least)")
+    axes.set_ylim(bottom=0)
+
+
+def _contraction(axes: Axes, contraction: Mapping[str, Tensor]) -> None:
+    low = min(0.9, *(float(ratio.quantile(0.005)) for ratio in contraction.values()), 0.9)
+    bins = np.linspace(low, 1, 41).tolist()
+    for colour, (name, ratio) in zip(("#0072B2", "#D55E00", "#009E73", "#CC79A7"), contraction.items(), strict=False):
+        label = "test inputs" if name == "test" else name
+        axes.hist(ratio.clamp(low, 1).numpy(), bins, density=True, alpha=0.5, color=colour, label=label)
+    axes.set(xlabel="posterior over prior variance", ylabel="density", xlim=(low, 1))
+    axes.legend()
+
+
+def _against_exact(axes: Axes, ratio: Tensor) -> None:
+    axes.axvline(1, color="0.4", linewidth=0.8)
+    low, high = min(0.95, float(ratio.min())), float(ratio.max())
+    bins = np.geomspace(low, max(high, 1.05), 31).tolist()
+    axes.hist(ratio.numpy(), bins, color=STYLES["ours"][0], alpha=0.7)
+    axes.set(xscale="log", xlabel="our variance over the exact one", ylabel="test inputs")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("{x:g}")
+    axes.tick_params(axis="x", which="minor", labelsize=7, rotation=45)

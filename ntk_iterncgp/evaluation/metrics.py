@@ -4,6 +4,7 @@ accuracy  share of inputs whose most probable class is the label
 NLL       mean of −log p_y                                              rewards confidence only where it is earned
 Brier     mean of Σ_c (p_c − [c = y])²                                  the same, bounded: from 0 to 2
 ECE       Σ over bins of (share of inputs) · |accuracy − confidence|    15 equal bins of the largest probability
+adaptive  the same with 15 bins of equally many inputs                  does not depend on where bins happen to end
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ SUM_TOLERANCE = 1e-3  # probabilities from quadrature or float32 do not add up t
 
 @dataclass(frozen=True)
 class ClassificationMetrics:
-    """Four scores; higher accuracy is better, lower is better for the others."""
+    """Five scores; higher accuracy is better, lower is better for the others."""
 
     accuracy: float
     nll: float
     brier: float
     ece: float
+    adaptive_ece: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +41,7 @@ class ReliabilityCurve:
 
 
 def classification_metrics(probabilities: Tensor, labels: Tensor) -> ClassificationMetrics:  # (b, C), (b,)
-    """Accuracy, NLL, Brier score and ECE.
+    """Accuracy, NLL, Brier score, ECE and adaptive ECE.
 
     For two classes, probabilities of class 1 alone may be passed, as (b,) or (b, 1).
 
@@ -57,6 +59,7 @@ def classification_metrics(probabilities: Tensor, labels: Tensor) -> Classificat
         nll=float(-of_label.clamp_min(floor).double().log().mean()),
         brier=float((probabilities - truth).double().square().sum(1).mean()),
         ece=float(ece),
+        adaptive_ece=_adaptive_ece(probabilities, labels),
     )
 
 
@@ -70,6 +73,13 @@ def reliability_curve(probabilities: Tensor, labels: Tensor, *, num_bins: int = 
     total = torch.bincount(index, weights=confidence, minlength=num_bins)
     used = count > 0
     return ReliabilityCurve((total / count)[used], (right / count)[used], count[used])
+
+
+def _adaptive_ece(probabilities: Tensor, labels: Tensor) -> float:
+    confidence, predicted = probabilities.double().max(1)
+    order = confidence.argsort(stable=True)
+    gap = (confidence - (predicted == labels).double())[order]
+    return sum(abs(float(part.sum())) for part in gap.tensor_split(min(NUM_BINS, len(gap)))) / len(gap)
 
 
 def _checked(probabilities: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:  # (b, C), (b,)

@@ -13,7 +13,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from ntk_iterncgp.evaluation.report import write_atomically
+from ntk_iterncgp.files import write_atomically
 from ntk_iterncgp.reproduce.style import style
 
 Row = Mapping[str, Any]
@@ -45,10 +45,10 @@ class Outcome:
         for name, figure in self.figures.items():
             for suffix in ("png", "pdf"):
                 paths.append(folder / f"{name}.{suffix}")
-                write_atomically(paths[-1], lambda path, f=figure: _draw(path, f))  # type: ignore[misc]
+                write_atomically(paths[-1], lambda path, f=figure: _draw(path, f))
         for name, rows in self.tables.items():
             paths.append(folder / f"{name}.csv")
-            write_atomically(paths[-1], lambda path, r=rows: _write_rows(path, r))  # type: ignore[misc]
+            write_atomically(paths[-1], lambda path, r=rows: _write_rows(path, r))
         claims: list[Row] = [{"holds": c.holds, "claim": c.sentence, "numbers": c.numbers} for c in self.claims]
         paths.append(folder / "claims.csv")
         write_atomically(paths[-1], lambda path: _write_rows(path, claims))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
-from ntk_iterncgp.config import ConfigError, _nearest, _parsed, _read, _typed
+from ntk_iterncgp.config import ConfigError, nearest, parsed, read_settings, typed_value
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ def load(kind: type[S], *, quick: bool, path: str | Path | None = None, changes:
     """The paper's settings, changed by `--quick`, then by a YAML file, then by the command line."""
     names = [field.name for field in fields(kind)]
     settings: dict[str, Any] = {}
-    for source in (kind.QUICK if quick else {}, {} if path is None else _read(Path(path)), changes):
+    for source in (kind.QUICK if quick else {}, {} if path is None else read_settings(Path(path)), changes):
         for key in source:
             if key not in names:
-                nearest = _nearest(str(key), names)
-                hint = f"did you mean '{nearest}'?" if nearest else f"its settings are {', '.join(names)}."
+                closest = nearest(str(key), names)
+                hint = f"did you mean '{closest}'?" if closest else f"its settings are {', '.join(names)}."
                 raise ConfigError(f"This experiment has no setting '{key}'; {hint}")
         settings |= source
     return replace(kind(), **settings)
@@ -52,7 +52,7 @@ def assignment(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"--set expects key=value, for instance num_redraws=3, but got {text!r}.")
-    return key.strip(), _parsed(value, f"the value of {key.strip()}")
+    return key.strip(), parsed(value, f"the value of {key.strip()}")
 
 
 def _checked(name: str, value: Any, hint: Any) -> Any:
@@ -64,7 +64,7 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
         if not isinstance(value, bool):
             raise ConfigError(f"{name} expects true or false, but got {value!r}.")
         return value
-    value = _typed(name, value, hint)
+    value = typed_value(name, value, hint)
     if isinstance(value, (int, float)) and not 0 <= value < float("inf"):
         raise ConfigError(f"{name} expects a finite number of at least 0, but got {value!r}.")
     if isinstance(value, int) and value == 0 and name != "seed":

@@ -1,0 +1,147 @@
+"""The user's own files: arrays, tables and folders of images. Nothing is unpickled."""
+
+from __future__ import annotations
+
+import math
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torchvision
+from torch import Tensor
+from torch.utils.data import Subset
+
+from ntk_iterncgp.config import ConfigError, DataConfig
+from ntk_iterncgp.datasets.base import Arrays, Data, Scaling, from_arrays, line
+
+
+def inputs_for(path: Path, scaling: Scaling, input_shape: tuple[int, ...]) -> Tensor:
+    """New inputs from an .npz, .npy, .csv or image file, or a folder of images, scaled as in the fit."""
+    suffix = path.suffix.lower()
+    if not path.exists():
+        raise ConfigError(f"There is no file '{path}' to predict for; --input expects .npz, .npy, .csv or images.")
+    if path.is_dir() or suffix in (".png", ".jpg", ".jpeg", ".bmp"):
+        files = sorted(path.glob("*.*")) if path.is_dir() else [path]
+        raw: Any = [
+            _image(file, input_shape) for file in files if file.suffix.lower() in (".png", ".jpg", ".jpeg", ".bmp")
+        ]
+        if not raw:
+            raise ConfigError(f"The folder '{path}' is expected to hold images (.png, .jpg, .bmp), but holds none.")
+        inputs = torch.stack(raw)
+    elif suffix == ".csv":
+        inputs = _read_csv(path, last_is_label=None, num_inputs=math.prod(input_shape))[0]
+    else:
+        inputs = _read_numpy(path, need_labels=False)[0]
+    if inputs[0].numel() != math.prod(input_shape):
+        raise ConfigError(
+            f"'{path}' is expected to hold inputs of shape {input_shape}, as in the fit, but holds "
+            f"{tuple(inputs.shape[1:])}."
+        )
+    return scaling.apply(inputs.reshape(-1, *input_shape))
+
+
+def user_arrays(config: DataConfig, seed: int) -> Data:
+    x, y = _read_arrays(config.train, "data.train")
+    if config.test is not None:
+        test = _read_arrays(config.test, "data.test")
+    else:
+        chosen = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
+        held_out = chosen[: max(1, len(y) // 5)]
+        test, (x, y) = (x[held_out], y[held_out]), (x[chosen[len(held_out) :]], y[chosen[len(held_out) :]])
+    if x.shape[1:] != test[0].shape[1:]:
+        raise ConfigError(
+            f"Test inputs are expected to have the shape of training inputs, {tuple(x.shape[1:])}, but have "
+            f"{tuple(test[0].shape[1:])}."
+        )
+    dims = [0, *range(2, x.ndim)]
+    std = x.std(dims).clamp_min(1e-6)
+    scaling = Scaling(tuple(x.mean(dims).tolist()), tuple(std.tolist()))
+    names = tuple(map(str, range(int(max(y.max(), test[1].max())) + 1)))
+    return from_arrays((x, y), test, scaling, names)
+
+
+def _read_arrays(name: str | None, setting: str) -> Arrays:
+    if name is None:
+        raise ConfigError(f"data.name 'arrays' expects a file in {setting}: an .npz with x and y, or a .csv.")
+    path = Path(name)
+    if not path.exists():
+        raise ConfigError(f"There is no file '{path}'; {setting} expects an .npz with x and y, or a .csv.")
+    inputs, labels = (
+        _read_csv(path, last_is_label=True) if path.suffix == ".csv" else _read_numpy(path, need_labels=True)
+    )
+    assert labels is not None
+    whole = labels.long()
+    if not torch.equal(whole.to(labels), labels) or int(whole.min()) < 0:
+        raise ConfigError(f"The labels in '{path}' are expected to be whole numbers from 0, but are not.")
+    return inputs, whole
+
+
+def _read_numpy(path: Path, *, need_labels: bool) -> tuple[Tensor, Tensor | None]:
+    try:
+        content: Any = np.load(path, allow_pickle=False)
+        arrays = {"x": content} if isinstance(content, np.ndarray) else {key: content[key] for key in content.files}
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise ConfigError(f"'{path}' is not an .npz or .npy file of numbers ({line(error)}).") from error
+    if "x" not in arrays or (need_labels and "y" not in arrays):
+        wanted = "x and y" if need_labels else "x"
+        raise ConfigError(f"'{path}' is expected to hold the arrays {wanted}, but holds {', '.join(arrays) or 'none'}.")
+    x = torch.as_tensor(arrays["x"])
+    x = x.float() / 255 if x.dtype == torch.uint8 else x.float()
+    x = x[:, None] if x.ndim == 3 else x  # one channel
+    return x, torch.as_tensor(arrays["y"]).reshape(-1) if "y" in arrays else None
+
+
+def _read_csv(path: Path, *, last_is_label: bool | None, num_inputs: int = 0) -> tuple[Tensor, Tensor | None]:
+    """Numbers with commas, with or without a line of headings. `None`: a label is there if there is a column for it."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            first = file.readline()
+        heading = any(c.isalpha() and c not in "eE" for c in first)
+        table = np.loadtxt(path, delimiter=",", skiprows=int(heading), ndmin=2, dtype=np.float64)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"'{path}' is expected to hold numbers with commas between them ({line(error)}).") from error
+    if table.size == 0:
+        raise ConfigError(f"'{path}' is expected to hold numbers, but is empty.")
+    labelled = table.shape[1] == num_inputs + 1 if last_is_label is None else last_is_label
+    values = torch.from_numpy(table)
+    return (values[:, :-1].float(), values[:, -1]) if labelled else (values.float(), None)
+
+
+def image_folders(config: DataConfig, seed: int) -> Data:
+    scaling = Scaling((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    steps = [
+        torchvision.transforms.Resize(config.image_size),
+        torchvision.transforms.CenterCrop(config.image_size),
+        torchvision.transforms.ToTensor(),
+        torchvision.transforms.Normalize(scaling.mean, scaling.std),
+    ]
+
+    def opened(name: str | None, setting: str) -> Any:
+        try:
+            return torchvision.datasets.ImageFolder(str(name), transform=torchvision.transforms.Compose(steps))
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise ConfigError(
+                f"{setting} expects a folder with a folder of images per class, but got '{name}'."
+            ) from error
+
+    train = opened(config.train, "data.train")
+    names, shape = tuple(train.classes), (3, config.image_size, config.image_size)
+    if config.test is not None:
+        return Data(train, opened(config.test, "data.test"), scaling, names, shape)
+    chosen = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed)).tolist()
+    fifth = max(1, len(chosen) // 5)
+    return Data(Subset(train, chosen[fifth:]), Subset(train, chosen[:fifth]), scaling, names, shape)
+
+
+def _image(path: Path, input_shape: tuple[int, ...]) -> Tensor:  # (channels, side, side), in [0, 1]
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as image:
+            scaled = image.convert("L" if input_shape[0] == 1 else "RGB").resize((input_shape[2], input_shape[1]))
+            pixels = torch.as_tensor(np.array(scaled), dtype=torch.float32) / 255
+    except (OSError, UnidentifiedImageError) as error:
+        raise ConfigError(f"'{path}' is not an image that can be read ({line(error)}).") from error
+    return pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)

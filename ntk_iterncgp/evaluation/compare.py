@@ -1,0 +1,306 @@
+"""All methods on the same footing: same network, same test inputs, same rows of J, same link, same tuning protocol.
+
+One sweep over the test inputs (and those of another kind) computes the rows of J, which every method looks at. Then
+each method's hyperparameter is chosen by cross-fitting (`crossfit.py`), its probabilities are scored, and the
+difference of its NLL to ours gets a bootstrap interval.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import ConcatDataset, DataLoader, Dataset
+from tqdm.auto import tqdm
+
+from ntk_iterncgp.config import EvaluateConfig, RunConfig
+from ntk_iterncgp.data import evaluating
+from ntk_iterncgp.datasets import Data
+from ntk_iterncgp.evaluation.baselines import BASELINES, Baseline, Unavailable
+from ntk_iterncgp.evaluation.crossfit import Fold, Tuned, crossfit, folds, nll_of
+from ntk_iterncgp.evaluation.families import Family, Latent, Ours, Tempered
+from ntk_iterncgp.evaluation.links import entropy
+from ntk_iterncgp.evaluation.metrics import ClassificationMetrics, classification_metrics
+from ntk_iterncgp.evaluation.ood import OODMetrics, ood_metrics
+from ntk_iterncgp.evaluation.uncertainty import Difference, area_under_risk_curve, bootstrap_difference
+from ntk_iterncgp.priors.jacobian import Jacobian, Rows
+from ntk_iterncgp.tuning import ValidationPart
+
+LABELS = {"map": "network as it is (MAP)", "temperature": "temperature scaling", "ours": "ours"}
+LABELS |= {name: kind.label for name, kind in BASELINES.items()}
+TEMPERATURES = torch.logspace(-1, 1, 161, dtype=torch.float64)  # steps of 3 %
+
+
+@dataclass(frozen=True, eq=False)
+class OtherKind:
+    """Scores of inputs of another kind, beside those of the test inputs."""
+
+    by_entropy: OODMetrics
+    by_doubt: OODMetrics | None
+    test_scores: Tensor  # entropy (b,)
+    other_scores: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """One method's line of the table, and what its figures are drawn from."""
+
+    name: str
+    label: str
+    metrics: ClassificationMetrics
+    probit: ClassificationMetrics | None  # by the diagonal link, where a method has variances
+    aurc: float
+    values: list[float]  # the hyperparameter of each fold
+    fit_seconds: float
+    predict_seconds: float
+    probabilities: Tensor = field(repr=False)  # (b, C) at the scored inputs
+    losses: Tensor = field(repr=False)  # NLL (b,)
+    tuned: Tuned = field(repr=False)
+    ood: dict[str, OtherKind] = field(default_factory=dict, repr=False)
+    difference: Difference | None = None  # its NLL less ours
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Everything a report shows."""
+
+    results: list[Result]
+    labels: Tensor  # of the scored inputs (b,)
+    scored: Tensor  # their places in the test set (b,)
+    unavailable: dict[str, str]  # label -> why
+    contraction: dict[str, Tensor]  # set -> posterior over prior variance at each input, ours
+    exact_ratio: Tensor | None  # our variance over the exact one at each test input
+    rows_seconds: float
+    information: float | None = None  # captured, at the tuned prior precision
+
+    def __getitem__(self, name: str) -> Result:
+        return next(result for result in self.results if result.name == name)
+
+
+class Stopwatch:
+    """Seconds by name, added up."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+
+def precision_grid(config: RunConfig) -> Tensor:
+    low, high = (torch.tensor(v).log10() for v in (config.tuning.precision_min, config.tuning.precision_max))
+    size = 1 + round(float(high - low) * config.tuning.steps_per_decade)
+    return torch.logspace(float(low), float(high), size, dtype=torch.float64)
+
+
+def compare_network(la: Any, model: nn.Module, data: Data, config: RunConfig, log: Callable[[str], None]) -> Comparison:
+    """Ours, as fitted in `la`, beside the baselines of the settings."""
+    watch, grid = Stopwatch(), precision_grid(config)
+    loader = DataLoader(data.train, config.data.batch_size)
+    baselines, unavailable = _fit_baselines(model, loader, config, grid, watch, log, all_weights=_is_dense(la))
+    sets: dict[str, Dataset[Any]] = {"test": data.test, **data.ood}
+    sizes = {name: len(part) for name, part in sets.items()}  # type: ignore[arg-type]
+    everything: DataLoader = DataLoader(ConcatDataset(list(sets.values())), config.data.batch_size)
+    parts = list(_sweep(la, model, everything, baselines, watch))
+    outputs = torch.cat([part.outputs for part in parts])
+    labels = torch.cat([part.targets for part in parts])[: sizes["test"]]
+    settings, start = config.evaluate, float(la.prior_precision.reshape(-1)[0])
+    families: dict[str, Family] = {}
+    if "map" in settings.baselines:
+        families["map"] = Tempered(outputs, torch.ones(1, dtype=torch.float64))
+    if "temperature" in settings.baselines:
+        families["temperature"] = Tempered(outputs, TEMPERATURES)
+    families |= {name: kind.family(start, settings.link_samples) for name, kind in baselines.items()}
+    ours = Ours(
+        la.posterior,
+        parts,
+        la._noise_scale.detach(),
+        refined=la.settings.mean == "refined",
+        grid=grid,
+        start=start,
+        num_samples=settings.link_samples,
+    )
+    families["ours"] = ours
+    found = compare_families(families, labels, sizes, config, log, watch=watch, unavailable=unavailable, prior=ours)
+    tuned = torch.tensor([found["ours"].values[0]], dtype=torch.float64, device=la.posterior.images.device)
+    return replace(found, information=la.posterior.information_captured(tuned, la._noise_scale))
+
+
+def compare_families(
+    families: Mapping[str, Family],
+    labels: Tensor,  # of the test inputs (N,)
+    sizes: Mapping[str, int],  # of the sets, the test set first
+    config: RunConfig,
+    log: Callable[[str], None],
+    *,
+    watch: Stopwatch,
+    unavailable: dict[str, str],
+    prior: Ours | None = None,
+) -> Comparison:
+    """Tune, score and compare; `families` see the inputs of all sets, one after the other."""
+    labels = labels.cpu()
+    tuning, settings = config.tuning, config.evaluate
+    all_folds = folds(tuning.protocol, len(labels), validation_size=tuning.validation_size, seed=config.seed)
+    others = _other_folds(sizes, len(all_folds))
+    results = []
+    for name, family in families.items():
+        log(f"Tuning and scoring: {LABELS[name]}")
+        with watch(f"score {name}"):
+            results.append(_result(name, family, labels, all_folds, others, watch))
+        if results[-1].tuned.at_edge:
+            log(f"  its hyperparameter lies at the end of the grid: {results[-1].values}; widen tuning.precision_*")
+    ours = next(result for result in results if result.name == "ours")
+    kept = [_with_difference(result, ours, settings, config.seed) for result in results]
+    contraction, ratio = {}, None
+    if prior is not None:
+        index = ours.tuned.indices[0]
+        contraction = {"test": _contraction(prior, index, torch.arange(sizes["test"]))}
+        contraction |= {name: _contraction(prior, index, torch.cat(list(parts))) for name, parts in others.items()}
+        exact = families.get("exact")
+        if isinstance(exact, Latent):
+            chosen = torch.arange(sizes["test"])
+            ratio = _trace(prior, index, chosen) / _trace(exact, index, chosen)
+    scored = ours.tuned.scored
+    rows_seconds = watch.seconds.get("rows", 0.0)
+    return Comparison(kept, labels[scored], scored, unavailable, contraction, ratio, rows_seconds)
+
+
+def _fit_baselines(
+    model: nn.Module,
+    loader: DataLoader,
+    config: RunConfig,
+    grid: Tensor,
+    watch: Stopwatch,
+    log: Callable[[str], None],
+    *,
+    all_weights: bool,
+) -> tuple[dict[str, Baseline], dict[str, str]]:
+    fitted: dict[str, Baseline] = {}
+    unavailable: dict[str, str] = {}
+    for name in config.evaluate.baselines:
+        kind = BASELINES.get(name)
+        if kind is None:  # map and temperature need no fit
+            continue
+        if not all_weights:
+            unavailable[kind.label] = "It needs rows of J for all weights, and this run is about the last layer."
+            continue
+        log(f"Fitting: {kind.label}")
+        try:
+            with watch(f"fit {name}"):
+                fitted[name] = kind(model, loader, config.evaluate, config.seed, grid)
+        except Unavailable as error:
+            unavailable[kind.label] = str(error)
+            log(f"  not available here: {error}")
+    return fitted, unavailable
+
+
+def _is_dense(la: Any) -> bool:
+    return type(la).__name__ == "IterNCGPAllLaplace"
+
+
+def _sweep(
+    la: Any, model: nn.Module, loader: DataLoader, baselines: Mapping[str, Baseline], watch: Stopwatch
+) -> Iterator[ValidationPart]:
+    """The rows of J at all inputs, shown to every method part by part."""
+    shift, device = la.mean - la.prior_mean, la._device
+    jacobian = Jacobian(model) if baselines else None
+    with evaluating(la.model), torch.no_grad():
+        for x, y in tqdm(loader, desc="Test inputs", unit="batch", leave=False, disable=None):
+            start, parts, x = 0, iter(la._rows_at(x)), x.to(device)
+            while True:
+                with watch("rows"):
+                    rows: Rows | None = next(parts, None)
+                if rows is None:
+                    break
+                stop = start + len(rows.outputs)
+                with watch("see ours"):
+                    yield ValidationPart.of(rows, la.posterior, shift, y[start:stop])
+                if jacobian is not None:
+                    dense: Any = rows if hasattr(rows, "jacobian") else jacobian.rows(x[start:stop], stop - start)
+                    for name, baseline in baselines.items():
+                        with watch(f"see {name}"):
+                            baseline.see(dense)
+                start = stop
+
+
+def _other_folds(sizes: Mapping[str, int], num_folds: int) -> dict[str, tuple[Tensor, ...]]:
+    """Inputs of another kind have no labels to tune on: each fold's hyperparameter scores its share of them."""
+    first, result = sizes["test"], {}
+    for name, size in sizes.items():
+        if name != "test":
+            result[name] = torch.arange(first, first + size).tensor_split(num_folds)
+            first += size
+    return result
+
+
+def _result(
+    name: str,
+    family: Family,
+    labels: Tensor,
+    all_folds: list[Fold],
+    others: Mapping[str, tuple[Tensor, ...]],
+    watch: Stopwatch,
+) -> Result:
+    tuned = crossfit(family, labels, all_folds, "accurate")
+    p, y = tuned.probabilities.cpu(), labels[tuned.scored]
+    probit = None
+    if isinstance(family, Latent):
+        q = crossfit(family, labels, all_folds, "probit")
+        probit = classification_metrics(q.probabilities.cpu(), y)
+    ood = {}
+    doubt = _doubt(family, tuned, [score for _, score in all_folds])
+    for other, parts in others.items():
+        pairs = list(zip(tuned.indices, parts, strict=True))
+        scores = entropy(torch.cat([family.probabilities(i, part, "accurate") for i, part in pairs])).cpu()
+        by_doubt = None
+        if doubt is not None:
+            by_doubt = ood_metrics(doubt, _doubt(family, tuned, [part for _, part in pairs]))  # type: ignore[arg-type]
+        ood[other] = OtherKind(ood_metrics(entropy(p), scores), by_doubt, entropy(p), scores)
+    confidence, predicted = p.max(1)
+    seconds = watch.seconds
+    return Result(
+        name=name,
+        label=LABELS[name],
+        metrics=classification_metrics(p, y),
+        probit=probit,
+        aurc=area_under_risk_curve(confidence, predicted != y),
+        values=tuned.values,
+        fit_seconds=seconds.get(f"fit {name}", 0.0),
+        predict_seconds=seconds.get(f"see {name}", 0.0) + (seconds.get("rows", 0.0) if probit is not None else 0.0),
+        probabilities=p,
+        losses=nll_of(p, y),
+        tuned=tuned,
+        ood=ood,
+    )
+
+
+def _doubt(family: Family, tuned: Tuned, parts: list[Tensor]) -> Tensor | None:
+    found = [family.doubt(i, part) for i, part in zip(tuned.indices, parts, strict=True)]
+    return torch.cat([part.cpu() for part in found if part is not None]) if found[0] is not None else None
+
+
+def _with_difference(result: Result, ours: Result, settings: EvaluateConfig, seed: int) -> Result:
+    if result.name == "ours":
+        return result
+    difference = bootstrap_difference(ours.losses, result.losses, num_resamples=settings.bootstrap, seed=seed)
+    return replace(result, difference=difference)
+
+
+def _trace(family: Latent, index: int, chosen: Tensor) -> Tensor:  # (b,)
+    parts = [family.moments(index, part)[1] for part in chosen.split(2000)]
+    return torch.cat([part.diagonal(dim1=1, dim2=2).sum(1) for part in parts]).cpu()
+
+
+def _contraction(ours: Ours, index: int, chosen: Tensor) -> Tensor:  # (b,)
+    """Our variance over the prior's at each input: one where the data say nothing."""
+    return _trace(ours, index, chosen) / ours.prior_variance(index, chosen).cpu()

@@ -1,0 +1,96 @@
+"""Choosing a hyperparameter without looking at what it will be scored on, by one protocol for all methods.
+
+crossfit     two halves of the test set: each is scored with the value that is best on the other
+validation   a part of the test set is put aside for the choice, and the rest is scored
+none         the value that was set
+
+The criterion is the NLL. It is looked at on every fourth point of the grid, then around the best one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from ntk_iterncgp.evaluation.families import Family
+
+COARSE = 4
+Fold = tuple[Tensor, Tensor]  # indices to choose on, indices to score
+
+
+@dataclass(frozen=True, eq=False)
+class Tuned:
+    """Predictions at all scored inputs, in the order of `scored`, and the hyperparameter of each fold."""
+
+    scored: Tensor  # (b,)
+    probabilities: Tensor  # (b, C)
+    values: list[float]
+    indices: list[int]
+    at_edge: bool  # a value lies at the end of the grid: the grid should be wider
+
+
+def folds(protocol: str, num_inputs: int, *, validation_size: int, seed: int) -> list[Fold]:
+    order = torch.randperm(num_inputs, generator=torch.Generator().manual_seed(seed))
+    if protocol == "none":
+        return [(order[:0], order.sort().values)]
+    if protocol == "validation":
+        if not 0 < validation_size < num_inputs:
+            raise ValueError(
+                f"tuning.validation_size expects fewer inputs than the {num_inputs} of the test set, but got "
+                f"{validation_size}."
+            )
+        return [(order[:validation_size].sort().values, order[validation_size:].sort().values)]
+    first, second = (part.sort().values for part in order.tensor_split(2))
+    return [(second, first), (first, second)]
+
+
+def crossfit(family: Family, labels: Tensor, all_folds: Sequence[Fold], link: str) -> Tuned:
+    """The family's predictions at all scored inputs."""
+    known: dict[int, Tensor] = {}  # index of the grid -> loss of each input, in the order of `seen`
+    seen = torch.cat([tune for tune, _ in all_folds]).unique()  # sorted
+    place = torch.full((int(labels.shape[0]),), -1).index_put((seen,), torch.arange(len(seen)))
+
+    def loss(index: int, chosen: Tensor) -> float:
+        if index not in known:
+            known[index] = nll_of(family.probabilities(index, seen, link), labels[seen])
+        return float(known[index][place[chosen]].mean())
+
+    indices, parts = [], []
+    for tune, score in all_folds:
+        index = family.start if len(tune) == 0 else _best(len(family.grid), lambda i, t=tune: loss(i, t))
+        indices.append(index)
+        parts.append(family.probabilities(index, score, link))
+    scored = torch.cat([score for _, score in all_folds])
+    order = scored.argsort()
+    last = len(family.grid) - 1
+    return Tuned(
+        scored=scored[order],
+        probabilities=torch.cat(parts)[order],
+        values=[float(family.grid[i]) for i in indices],
+        indices=indices,
+        at_edge=last > 0 and any(len(tune) and i in (0, last) for i, (tune, _) in zip(indices, all_folds, strict=True)),
+    )
+
+
+def nll_of(probabilities: Tensor, labels: Tensor) -> Tensor:  # (b, C), (b,) -> (b,)
+    """−log p of the label, a probability of zero counting as the smallest normal number."""
+    of_label = probabilities.gather(1, labels[:, None])[:, 0]
+    return -of_label.clamp_min(torch.finfo(of_label.dtype).tiny).log()
+
+
+def _best(size: int, loss: object) -> int:
+    """The index of the least loss: every fourth, then the neighbours of the best, by halves."""
+    assert callable(loss)
+    values = {i: loss(i) for i in tqdm({*range(0, size, COARSE), size - 1}, desc="Tuning", leave=False, disable=None)}
+    step = COARSE
+    while step > 1:
+        step //= 2
+        centre = min(values, key=lambda i: (values[i], i))
+        for i in (centre - step, centre + step):
+            if 0 <= i < size and i not in values:
+                values[i] = loss(i)
+    return min(values, key=lambda i: (values[i], i))

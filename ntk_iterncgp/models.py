@@ -1,0 +1,224 @@
+"""The networks of a run: built in, torchvision's, or anyone's by import path; their checkpoints; quick training.
+
+build("lenet", num_classes=10, input_shape=(1, 28, 28))
+build("cifar_resnet20", 10, (3, 32, 32))        state dict keys as in the public CIFAR-10 weights
+build("resnet18", 10, (3, 224, 224))            any classifier of torchvision
+build("my_package.my_module:make_model", 10, (1, 28, 28), {"width": 64})
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchvision.models
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from tqdm.auto import tqdm
+
+from ntk_iterncgp.config import ConfigError, ModelConfig, nearest
+
+RESNETS = {f"cifar_resnet{depth}": (depth - 2) // 6 for depth in (20, 32, 44, 56)}
+BUILT_IN = ("mlp", "cnn", "lenet", *RESNETS)
+
+
+def mlp(num_classes: int, input_shape: tuple[int, ...], width: int = 100, depth: int = 2) -> nn.Module:
+    """Tanh layers of one width."""
+    sizes = [math.prod(input_shape), *[width] * depth]
+    layers = [m for a, b in itertools.pairwise(sizes) for m in (nn.Linear(a, b), nn.Tanh())]
+    return nn.Sequential(nn.Flatten(), *layers, nn.Linear(sizes[-1], num_classes))
+
+
+def cnn(num_classes: int, input_shape: tuple[int, ...], width: int = 8) -> nn.Module:
+    """Two small convolutions: 1446 weights on digits of 8×8, so that the exact posterior can be computed beside it."""
+    channels, side, _ = _image_shape("cnn", input_shape, smallest=4)
+    return nn.Sequential(
+        nn.Conv2d(channels, width, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(width, 3 * width // 2, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(3 * width // 2 * (side // 4) ** 2, num_classes),
+    )
+
+
+def lenet(num_classes: int = 10, input_shape: tuple[int, ...] = (1, 28, 28)) -> nn.Module:
+    channels, side, _ = _image_shape("lenet", input_shape, smallest=12)
+    return nn.Sequential(
+        nn.Conv2d(channels, 6, 5, padding=2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16 * ((side // 2 - 4) // 2) ** 2, 120),
+        nn.ReLU(),
+        nn.Linear(120, 84),
+        nn.ReLU(),
+        nn.Linear(84, num_classes),
+    )
+
+
+class Block(nn.Module):
+    def __init__(self, inner: int, outer: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inner, outer, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outer)
+        self.conv2 = nn.Conv2d(outer, outer, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outer)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample: nn.Module | None = None
+        if stride != 1 or inner != outer:
+            self.downsample = nn.Sequential(nn.Conv2d(inner, outer, 1, stride, bias=False), nn.BatchNorm2d(outer))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        return self.relu(hidden + (x if self.downsample is None else self.downsample(x)))
+
+
+class CifarResNet(nn.Module):
+    """ResNet-(6n + 2) with widths 16, 32, 64; state dict keys as in the public CIFAR-10 weights."""
+
+    def __init__(self, blocks: int = 3, num_classes: int = 10) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 16, 3, 1, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(16)
+        self.relu = nn.ReLU(inplace=True)
+        self.layer1, self.layer2, self.layer3 = (
+            nn.Sequential(Block(inner, outer, stride), *(Block(outer, outer, 1) for _ in range(blocks - 1)))
+            for inner, outer, stride in ((16, 16, 1), (16, 32, 2), (32, 64, 2))
+        )
+        self.fc = nn.Linear(64, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.bn1(self.conv1(x)))
+        return self.fc(self.layer3(self.layer2(self.layer1(x))).mean((2, 3)))
+
+
+def build(
+    name: str, num_classes: int, input_shape: tuple[int, ...], arguments: Mapping[str, Any] | None = None
+) -> nn.Module:
+    """A network by name, in eval mode."""
+    given = dict(arguments or {})
+    try:
+        if ":" in name:
+            return _imported(name, given).eval()
+        if name in RESNETS:
+            _image_shape(name, input_shape, smallest=8, channels=3)
+            return CifarResNet(RESNETS[name], **({"num_classes": num_classes} | given)).eval()
+        if name in BUILT_IN:
+            makers: dict[str, Callable[..., nn.Module]] = {"mlp": mlp, "cnn": cnn, "lenet": lenet}
+            return makers[name](num_classes, input_shape, **given).eval()
+        if name in torchvision.models.list_models(torchvision.models):
+            return torchvision.models.get_model(name, **({"num_classes": num_classes} | given)).eval()
+    except TypeError as error:
+        raise ConfigError(f"model.arguments do not suit '{name}': {error}.") from error
+    near = nearest(name, (*BUILT_IN, *torchvision.models.list_models(torchvision.models)))
+    hint = f"did you mean '{near}'? " if near else ""
+    raise ConfigError(
+        f"There is no model '{name}'; {hint}Built in are {', '.join(BUILT_IN)}; torchvision's classifiers go by their "
+        "names, and your own by 'package.module:function'."
+    )
+
+
+def load_checkpoint(model: nn.Module, path: Path, name: str) -> None:
+    """Weights from a file that cannot run code, or a sentence about why they do not fit."""
+    try:
+        state: Any = (
+            load_file(path)
+            if path.suffix == ".safetensors"
+            else torch.load(path, map_location="cpu", weights_only=True)
+        )
+    except FileNotFoundError as error:
+        raise ConfigError(f"There is no checkpoint at '{path}'; set model.checkpoint to an existing file.") from error
+    except (SafetensorError, OSError, RuntimeError, EOFError, ValueError) as error:
+        raise ConfigError(f"'{path}' is not a checkpoint in safetensors, or is damaged ({_line(error)}).") from error
+    except Exception as error:  # what torch raises for a file that would run code
+        raise ConfigError(
+            f"'{path}' is expected to hold weights only, but holds other objects; save model.state_dict() alone."
+        ) from error
+    state = state.get("state_dict", state) if isinstance(state, dict) else state
+    own = model.state_dict()
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise ConfigError(f"'{path}' is expected to hold a state dict, tensors by name, but holds something else.")
+    missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    missing = [key for key in missing if not key.endswith("num_batches_tracked")]
+    wrong = [key for key in own if key in state and own[key].shape != state[key].shape]
+    if missing or extra or wrong:
+        what = [f"lacks {_some(missing)}"] * bool(missing) + [f"has {_some(extra)} besides"] * bool(extra)
+        what += [f"has {key} as {tuple(state[key].shape)}, not {tuple(own[key].shape)}" for key in wrong[:2]]
+        raise ConfigError(
+            f"'{path}' is a checkpoint of another architecture than '{name}': it {'; it '.join(what)}. Name the model "
+            "it was saved from (model.name, model.arguments)."
+        )
+    model.load_state_dict(state, strict=False)
+
+
+def train(model: nn.Module, data: Dataset[Any], config: ModelConfig, *, seed: int, device: torch.device) -> float:
+    """Adam with a cosine schedule, cross-entropy; returns the training accuracy of the last epoch."""
+    generator = torch.Generator().manual_seed(seed)
+    loader = DataLoader(data, config.train_batch_size, shuffle=True, generator=generator)
+    optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, config.train_epochs * len(loader)))
+    right = total = 0
+    model.train()
+    for _ in tqdm(range(config.train_epochs), desc="Training", unit="epoch", leave=False, disable=None):
+        right = total = 0
+        for x, y in loader:
+            x, y = x.to(device), y.to(device)
+            optimizer.zero_grad()
+            outputs = model(x)
+            nn.functional.cross_entropy(outputs, y).backward()
+            optimizer.step()
+            schedule.step()
+            right, total = right + int((outputs.argmax(1) == y).sum()), total + len(y)
+    model.eval()
+    return right / max(1, total)
+
+
+def _imported(path: str, arguments: Mapping[str, Any]) -> nn.Module:
+    module_name, _, function = path.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # modules beside the run, as `python -m` finds them
+    try:
+        maker = getattr(importlib.import_module(module_name), function)
+    except ImportError as error:
+        raise ConfigError(f"Cannot import the model '{path}': {error}. Install it, or run where it lies.") from error
+    except AttributeError as error:
+        raise ConfigError(f"Cannot find the model '{path}': '{module_name}' has no '{function}'.") from error
+    model = maker(**arguments)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"'{path}' is expected to return a torch.nn.Module, but returned {type(model).__name__}.")
+    return model
+
+
+def _image_shape(
+    name: str, shape: tuple[int, ...], *, smallest: int, channels: int | None = None
+) -> tuple[int, int, int]:
+    wrong = len(shape) != 3 or shape[1] != shape[2] or shape[1] < smallest or channels not in (None, shape[0])
+    if wrong:
+        kind = f"{channels} channels and " if channels else ""
+        raise ConfigError(
+            f"'{name}' expects square images with {kind}sides of at least {smallest}, but the data have the shape "
+            f"{shape}. Use another model, for instance 'mlp'."
+        )
+    return shape[0], shape[1], shape[2]
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _line(error: BaseException) -> str:
+    return str(error).partition("\n")[0][:120]

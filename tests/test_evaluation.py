@@ -1,0 +1,204 @@
+"""Scores, cross-fitting and baselines against values by hand, scikit-learn and laplace-torch itself."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from laplace import ELLA, FunctionalLaplace, Laplace
+from laplace.curvature import CurvlinopsGGN
+from sklearn.metrics import average_precision_score, roc_auc_score
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+from ntk_iterncgp.config import EvaluateConfig
+from ntk_iterncgp.evaluation import bootstrap_difference, ood_metrics, regression_metrics, risk_curve, roc_curve
+from ntk_iterncgp.evaluation.baselines import BASELINES, Exact, Kfac, LastLayer, SubsetOfData, Unavailable
+from ntk_iterncgp.evaluation.crossfit import crossfit, folds, nll_of
+from ntk_iterncgp.evaluation.families import Latent, Tempered
+from ntk_iterncgp.evaluation.links import class_probabilities, entropy, mutual_information
+from ntk_iterncgp.priors.jacobian import DenseRows, Jacobian
+
+GRID = torch.tensor([0.1, 1.0, 30.0], dtype=torch.float64)
+SETTINGS = EvaluateConfig(sod_size=7, ella_size=25, ella_rank=6)
+
+
+def problem() -> tuple[nn.Module, DataLoader, Tensor]:
+    """A small network in float64, its data, and new inputs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    X, y = torch.randn(40, 4, dtype=torch.float64), torch.arange(40) % 3
+    return model, DataLoader(TensorDataset(X, y), batch_size=16), torch.randn(5, 4, dtype=torch.float64)
+
+
+def covariance_of(name: str, model: nn.Module, loader: DataLoader, x: Tensor, index: int) -> Tensor:
+    baseline = BASELINES[name](model, loader, SETTINGS, 0, GRID)
+    for part in x.split(2):
+        baseline.see(Jacobian(model).rows(part, len(part)))
+    family = baseline.family(1.0, 64)
+    assert isinstance(family, Latent)
+    mean, covariance = family.moments(index, torch.arange(len(x)))
+    torch.testing.assert_close(mean, model(x))
+    return covariance
+
+
+def rows_at(model: nn.Module, x: Tensor) -> DenseRows:
+    return Jacobian(model).rows(x, len(x))
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("name", "subset", "structure"),
+    [("exact", "all", "full"), ("kfac", "all", "kron"), ("last_layer", "last_layer", "full")],
+)
+def test_a_baseline_has_the_variance_that_laplace_torch_reports(
+    name: str, subset: str, structure: str, index: int
+) -> None:
+    model, loader, x = problem()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        la = Laplace(copy.deepcopy(model), "classification", subset_of_weights=subset, hessian_structure=structure)
+        la.fit(loader)
+        la.prior_precision = float(GRID[index])
+        expected = la._glm_predictive_distribution(x)[1]
+    tolerance = 1e-5  # laplace-torch inverts with a jitter, and KFAC's covariances are kept in float32
+    torch.testing.assert_close(covariance_of(name, model, loader, x, index), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_ella_has_the_variance_that_laplace_torch_reports() -> None:
+    model, loader, x = problem()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        la = ELLA(copy.deepcopy(model), "classification", 25, 6, prior_precision=30.0, seed=0)
+        la.fit(loader)
+        expected = la._glm_predictive_distribution(x)[1]
+    torch.testing.assert_close(covariance_of("ella", model, loader, x, 2), expected, rtol=1e-8, atol=1e-10)
+
+
+def test_the_subset_of_data_has_the_variance_that_laplace_torch_reports() -> None:
+    model, loader, x = problem()
+    chosen = torch.randperm(40, generator=torch.Generator().manual_seed(0))[:7].tolist()  # as SubsetOfData chooses
+    subset = DataLoader(Subset(loader.dataset, chosen), batch_size=7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        la = FunctionalLaplace(copy.deepcopy(model), "classification", 7, prior_precision=30.0, backend=CurvlinopsGGN)
+        la.fit(subset)
+        expected = la._glm_predictive_distribution(x)[1]
+    torch.testing.assert_close(covariance_of("sod", model, loader, x, 2), expected, rtol=1e-6, atol=1e-9)
+
+
+def test_the_prior_alone_is_the_kernel_over_the_precision() -> None:
+    model, loader, x = problem()
+    J = rows_at(model, x).jacobian
+    torch.testing.assert_close(covariance_of("prior", model, loader, x, 2), J @ J.mT / 30)
+
+
+def test_a_network_that_is_too_large_for_the_truth_is_said_to_be() -> None:
+    model, loader, _ = problem()
+    with pytest.raises(Unavailable, match="51 weights are more than"):
+        Exact(model, loader, EvaluateConfig(exact_limit=50), 0, GRID)
+
+
+def test_fitting_a_baseline_leaves_the_model_without_hooks() -> None:
+    model, loader, _ = problem()
+    for kind in (LastLayer, Kfac, SubsetOfData):
+        kind(model, loader, SETTINGS, 0, GRID)
+    assert all(not m._forward_hooks and not m._backward_hooks for m in model.modules())
+    assert not any(p.grad is not None for p in model.parameters())
+
+
+def test_no_fold_is_scored_with_what_it_was_tuned_on() -> None:
+    first, second = folds("crossfit", 11, validation_size=3, seed=0)
+    assert torch.equal(first[0], second[1]) and torch.equal(first[1], second[0])
+    assert sorted([*first[1].tolist(), *second[1].tolist()]) == list(range(11))
+    ((tune, score),) = folds("validation", 11, validation_size=3, seed=0)
+    assert len(tune) == 3 and sorted([*tune.tolist(), *score.tolist()]) == list(range(11))
+    ((tune, score),) = folds("none", 11, validation_size=3, seed=0)
+    assert len(tune) == 0 and len(score) == 11
+    with pytest.raises(ValueError, match="fewer inputs than the 3 of the test set"):
+        folds("validation", 3, validation_size=3, seed=0)
+
+
+def test_crossfitting_finds_the_best_temperature_of_each_half() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(400, 3, generator=generator, dtype=torch.float64)
+    labels = torch.multinomial((logits / 2.5).softmax(1), 1, generator=generator)[:, 0]
+    family = Tempered(logits, torch.logspace(-1, 1, 41, dtype=torch.float64))
+    both = folds("crossfit", 400, validation_size=1, seed=0)
+    tuned = crossfit(family, labels, both, "accurate")
+    assert tuned.scored.tolist() == list(range(400)) and not tuned.at_edge
+    for (tune, score), index in zip(both, tuned.indices, strict=True):
+        losses = [float(nll_of(family.probabilities(i, tune, ""), labels[tune]).mean()) for i in range(41)]
+        assert index == min(range(41), key=lambda i: losses[i])
+        torch.testing.assert_close(tuned.probabilities[score], family.probabilities(index, score, ""))
+    flipped = labels.clone()
+    flipped[both[0][1]] = (labels[both[0][1]] + 1) % 3  # the labels of a fold say nothing about its own temperature
+    assert crossfit(family, flipped, both, "accurate").indices[0] == tuned.indices[0]
+
+
+def test_an_optimum_at_the_end_of_the_grid_is_reported() -> None:
+    logits, labels = 20 * torch.eye(3, dtype=torch.float64).repeat(20, 1), torch.arange(60) % 3
+    family = Tempered(logits, torch.logspace(0, 1, 5, dtype=torch.float64))
+    assert crossfit(family, labels, folds("crossfit", 60, validation_size=1, seed=0), "accurate").at_edge
+
+
+def test_the_accurate_link_agrees_with_plain_sampling_and_adds_up_to_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+    root = torch.randn(4, 3, 3, generator=generator, dtype=torch.float64)
+    mean, covariance = torch.randn(4, 3, generator=generator, dtype=torch.float64), root @ root.mT
+    draws = mean[:, None] + torch.randn(4, 200_000, 3, generator=generator, dtype=torch.float64) @ root.mT
+    p = class_probabilities(mean, covariance, link="accurate", num_samples=2048)
+    torch.testing.assert_close(p, draws.softmax(2).mean(1), atol=5e-3, rtol=0)
+    torch.testing.assert_close(p.sum(1), torch.ones(4, dtype=torch.float64))
+    within = entropy(draws.softmax(2).flatten(0, 1)).reshape(4, -1).mean(1)
+    doubt = mutual_information(mean, covariance, num_samples=2048)
+    torch.testing.assert_close(doubt, entropy(p) - within, atol=5e-3, rtol=0)
+    assert float(mutual_information(mean, 0 * covariance, num_samples=64).max()) < 1e-12
+
+
+def test_ood_scores_agree_with_scikit_learn() -> None:
+    generator = torch.Generator().manual_seed(0)
+    test, other = torch.randn(300, generator=generator), 1 + torch.randn(200, generator=generator)
+    test, other = test.round(decimals=1), other.round(decimals=1)  # with ties
+    truth, scores = [0] * 300 + [1] * 200, torch.cat([test, other]).tolist()
+    found = ood_metrics(test, other)
+    assert found.auroc == pytest.approx(roc_auc_score(truth, scores), abs=1e-6)
+    assert found.aupr == pytest.approx(average_precision_score(truth, scores), abs=1e-5)
+    threshold = test.sort().values[284]  # 285 of 300 pass
+    assert found.fpr95 == pytest.approx(float((other <= threshold).float().mean()), abs=1e-6)
+    x, y = roc_curve(test, other)
+    assert float(torch.trapezoid(y, x)) == pytest.approx(found.auroc, abs=1e-6)
+    with pytest.raises(ValueError, match="other_scores expects at least one finite number"):
+        ood_metrics(test, torch.tensor([float("nan")]))
+
+
+def test_the_risk_curve_starts_with_the_surest_and_ends_with_the_error() -> None:
+    share, risk = risk_curve(torch.tensor([0.9, 0.5, 0.7, 0.6]), torch.tensor([False, True, True, False]))
+    assert share.tolist() == [0.25, 0.5, 0.75, 1.0]
+    assert risk.tolist() == pytest.approx([0, 1 / 2, 1 / 3, 1 / 2])
+
+
+def test_a_bootstrap_interval_covers_the_truth_as_often_as_it_says() -> None:
+    generator, inside = torch.Generator().manual_seed(0), 0
+    for trial in range(200):
+        a, b = torch.randn(60, generator=generator), 0.3 + torch.randn(60, generator=generator)
+        found = bootstrap_difference(a, b, num_resamples=400, seed=trial)
+        assert found.lower <= found.mean <= found.upper
+        inside += found.lower <= 0.3 <= found.upper
+    assert 0.88 <= inside / 200 <= 0.99
+    assert bootstrap_difference(torch.zeros(5), torch.ones(5)).is_clear
+    with pytest.raises(ValueError, match="at least two inputs"):
+        bootstrap_difference(torch.zeros(1), torch.ones(1))
+
+
+def test_regression_scores_of_the_true_distribution() -> None:
+    generator = torch.Generator().manual_seed(0)
+    mean, variance = torch.randn(5000, generator=generator), 0.5 + torch.rand(5000, generator=generator)
+    targets = mean + variance.sqrt() * torch.randn(5000, generator=generator)
+    found = regression_metrics(mean, variance, targets)
+    assert all(share == pytest.approx(level, abs=0.02) for level, share in found.coverage.items())
+    normal = torch.distributions.Normal(mean.double(), variance.double().sqrt())
+    assert found.nll == pytest.approx(float(-normal.log_prob(targets.double()).mean()), rel=1e-6)
+    assert found.rmse == pytest.approx(float((targets - mean).square().mean().sqrt()), rel=1e-5)
+    with pytest.raises(ValueError, match="positive"):
+        regression_metrics(mean, 0 * variance, targets)
