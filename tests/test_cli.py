@@ -280,7 +280,7 @@ def test_settings_come_from_defaults_then_file_then_command_line(tmp_path: Path)
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_every_configuration_lists_only_differences(path: Path) -> None:
     settings, defaults = config.load(path), config.RunConfig()
-    for key, _ in config.flat(config._read(path)):
+    for key, _ in config.flat(config.read_settings(path)):
         assert settings[key] != defaults[key], f"{key} is the default"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,10 @@ class Outcome:
         for name, figure in self.figures.items():
             for suffix in ("png", "pdf"):
                 paths.append(folder / f"{name}.{suffix}")
-                write_atomically(paths[-1], lambda path, f=figure: _draw(path, f))
+                write_atomically(paths[-1], partial(_draw, figure=figure))
         for name, rows in self.tables.items():
             paths.append(folder / f"{name}.csv")
-            write_atomically(paths[-1], lambda path, r=rows: _write_rows(path, r))
+            write_atomically(paths[-1], partial(_write_rows, rows=rows))
         claims: list[Row] = [{"holds": c.holds, "claim": c.sentence, "numbers": c.numbers} for c in self.claims]
         paths.append(folder / "claims.csv")
         write_atomically(paths[-1], lambda path: _write_rows(path, claims))
