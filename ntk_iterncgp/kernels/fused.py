@@ -34,7 +34,9 @@ _compiled: dict[tuple[str, int, torch.dtype, str], Callable[..., Tensor]] = {}
 class FusedEngine(Engine):
     """Tiles by a compiled function of coordinates, or of distances where there are many coordinates."""
 
-    cpu_tile_bytes = 2**21  # two cores, million pairs per second at 0.25, 0.5, 1, 2, 4 MB: 521, 572, 765, 813, 849
+    # Two cores, million pairs per second at 0.25, 0.5, 1, 2, 4 MB: 521, 572, 765, 813, 849. With five other programs on
+    # the same cores, where threads wait for each other after every tile, at 2, 4, 8 MB: 17, 30, 46.
+    cpu_tile_bytes = 2**23
     live_tiles = 2
 
     def __init__(self, kernel: Kernel, X1: Tensor, X2: Tensor) -> None:
