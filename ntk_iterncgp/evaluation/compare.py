@@ -158,7 +158,8 @@ def compare_families(
         with watch(f"score {name}"):
             results.append(_result(name, family, labels, all_folds, others, watch))
         if results[-1].tuned.at_edge:
-            log(f"  its hyperparameter lies at the end of the grid: {results[-1].values}; widen tuning.precision_*")
+            values = " / ".join(f"{value:.3g}" for value in results[-1].values)
+            log(f"  tuned to {values}, an end of the grid: at the upper one, its variance does not help here")
     ours = next(result for result in results if result.name == "ours")
     kept = [_with_difference(result, ours, settings, config.seed) for result in results]
     contraction, ratio = {}, None
