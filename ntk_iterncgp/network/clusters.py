@@ -32,8 +32,9 @@ from ntk_iterncgp.data import FixedOrderData, Inputs, slice_rows
 from ntk_iterncgp.likelihoods import Likelihood
 from ntk_iterncgp.network.grouping import group
 from ntk_iterncgp.priors.jacobian import NetworkJacobian
+from ntk_iterncgp.priors.ntk import curvature_traces
 
-BATCH_SIZE = 256  # of a group's data at once
+BATCH_SIZE = 256  # of a group's data at once, if the loader's own batches are as large
 DEPENDENT = 1e-6  # an action of which less than this share is new, in the metric of W⁺, is dropped
 
 
@@ -49,6 +50,7 @@ class Pass:
     directions: Tensor  # u (q, N, C), float64
     images: Tensor  # A (q·B, P)
     swept: Tensor  # which data are in A already (N,)
+    by_group: bool = False  # the data are visited group by group
 
     @property
     def num_groups(self) -> int:
@@ -57,6 +59,15 @@ class Pass:
     @property
     def is_complete(self) -> bool:
         return bool(self.swept.all())
+
+    def counted(self) -> Tensor:  # (N,)
+        """Which data are in the posterior. Where they come group by group, those of whole groups: an unfinished sum may
+        say more about some input than the finished one, and the variance shall only fall."""
+        if not self.by_group:
+            return self.swept
+        unfinished = torch.zeros(self.num_groups, dtype=torch.bool, device=self.swept.device)
+        unfinished[self.labels[~self.swept]] = True
+        return ~unfinished[self.labels]
 
     def add(self, rows: Tensor, gradients: Tensor) -> None:  # (r,), (r, q, P) or (q, P) summed over one group
         """Put the gradients of some data where they belong."""
@@ -100,9 +111,7 @@ class Clusters:
 
     def weights(self) -> Tensor:  # (N,)
         """How undecided each datum is, tr(W_n)."""
-        eye = torch.eye(self.likelihood.num_outputs, dtype=torch.float64, device=self.outputs.device)
-        blocks = self.likelihood.curvature(self.outputs, eye.expand(len(self.outputs), -1, -1))
-        return blocks.diagonal(dim1=1, dim2=2).sum(1)
+        return curvature_traces(lambda rows, block: self.curvature(block, rows), *self.shape, self.outputs.device)
 
     # --- choosing -------------------------------------------------------------------------------------------------
 
@@ -145,8 +154,9 @@ class Clusters:
         and each gradient goes to its group.
         """
         curved = torch.stack([self.curvature(u) for u in target.directions], 2)  # (N, C, q)
-        if data.can_jump(len(self.outputs)):
-            batches = _group_batches(target.labels, ~target.swept)
+        target.by_group = data.can_jump(len(self.outputs))
+        if target.by_group:
+            batches = _group_batches(target.labels, ~target.swept, min(BATCH_SIZE, data.batch_size))
             for rows, (x, _) in zip(batches, data.visit(batches), strict=True):
                 gradients = jacobian.vjp(x, curved[rows].to(jacobian.dtype))  # (P, q)
                 target.add(rows, gradients.T)
@@ -163,13 +173,13 @@ class Clusters:
     # --- what there is ---------------------------------------------------------------------------------------------
 
     def noise_gram(self) -> Tensor:  # R (B, B)
-        """SᵀW⁺S = UᵀWU over the data swept, between all passes."""
+        """SᵀW⁺S = UᵀWU over the data that count, between all passes."""
         blocks = [[self._noise_block(*left, *right) for right in self._directions()] for left in self._directions()]
         gram = torch.cat([torch.cat(row, 1) for row in blocks])
         return 0.5 * (gram + gram.T)
 
     def _directions(self) -> list[tuple[Pass, Tensor]]:
-        return [(done, u * done.swept[:, None]) for done in self.passes for u in done.directions]
+        return [(done, u * done.counted()[:, None]) for done in self.passes for u in done.directions]
 
     def _noise_block(self, left: Pass, u: Tensor, right: Pass, w: Tensor) -> Tensor:  # (B, B')
         values = (u * self.curvature(w)).sum(1)
@@ -184,7 +194,8 @@ class Clusters:
         images = [done.images for done in self.passes]
         all_images = images[0] if len(images) == 1 else torch.cat(images)
         if len(kept) < len(gram):
-            all_images = all_images[kept]
+            leading = len(kept) == 0 or int(kept[-1]) < len(kept)  # as while groups are swept in order: no copy
+            all_images = all_images[: len(kept)] if leading else all_images[kept]
         return all_images.T, gram[kept][:, kept], kept
 
     def kept(self) -> Tensor:  # (B,)
@@ -221,12 +232,12 @@ def independent_columns(gram: Tensor) -> Tensor:  # (B, B) -> (B',)
     return ((new > DEPENDENT) & (diagonal > 0)).nonzero()[:, 0]
 
 
-def _group_batches(labels: Tensor, missing: Tensor) -> list[Tensor]:
+def _group_batches(labels: Tensor, missing: Tensor, batch_size: int) -> list[Tensor]:
     """The rows that are missing, group by group, no batch with data of two groups."""
     rows = missing.nonzero()[:, 0]
     rows = rows[labels[rows].argsort(stable=True)]
     sizes = torch.bincount(labels[rows]).tolist() if len(rows) else []
-    return [part for whole in rows.split(sizes) if len(whole) for part in whole.split(BATCH_SIZE)]
+    return [part for whole in rows.split(sizes) if len(whole) for part in whole.split(batch_size)]
 
 
 def _missing_rows(data: FixedOrderData, swept: Tensor) -> Iterator[tuple[Tensor, Inputs]]:

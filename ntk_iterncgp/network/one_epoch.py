@@ -10,7 +10,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -151,7 +151,7 @@ def _spend(
             if not finished:
                 break
     if status is Status.INTERRUPTED:
-        share = float(clusters.passes[-1].swept.double().mean())
+        share = float(clusters.passes[-1].counted().double().mean())
         warnings.warn(
             f"The run was interrupted with {100 * share:.0f} % of the data of this pass in the posterior, which is "
             "valid for them. refine(train_loader, …) goes on with the rest.",
@@ -189,27 +189,25 @@ def _sweep(
     num_data, missing = len(target.labels), int((~target.swept).sum())
     per_datum = (1 + 2 * len(target.directions)) / 3 / num_data
     done, readings, first = 0, 0, len(progress.clusters.passes) == 1
-    bar = tqdm(total=missing, desc="IterNCGP", unit="data", disable=not progress_bar)
     sweep = progress.clusters.sweep(target, network.jacobian, network.data, settings.chunk_bytes)
-    try:
-        for size in sweep:
-            done += size
-            progress.epochs += size * per_datum
-            bar.update(size)
-            if first and done * METER_READINGS >= (readings + 1) * missing and done < missing:
-                readings += 1
-                bar.set_postfix_str(meter.read())
-            if interrupt.requested or (done < missing and budget.is_spent(progress.epochs, started)):
-                return False
-    except KeyboardInterrupt:
-        interrupt.requested = True
-        return False
-    finally:
-        sweep.close()
-        if target.swept.any():
+    with closing(sweep), tqdm(total=missing, desc="IterNCGP", unit="data", disable=not progress_bar) as bar:
+        try:
+            for size in sweep:
+                done += size
+                progress.epochs += size * per_datum
+                bar.update(size)
+                if first and done * METER_READINGS >= (readings + 1) * missing and done < missing:
+                    readings += 1
+                    bar.set_postfix_str(meter.read())
+                if interrupt.requested or budget.is_spent(progress.epochs, started):
+                    break
+        except KeyboardInterrupt:
+            if interrupt.requested:  # asked for a second time: a batch may have been cut in two, so nothing is kept
+                raise
+            interrupt.requested = True
+        if done:
             bar.set_postfix_str(meter.read())
-        bar.close()
-    return True
+    return done == missing
 
 
 class Meter:
