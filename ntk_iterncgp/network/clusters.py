@@ -104,6 +104,16 @@ class Clusters:
         """How many directions have been taken so far."""
         return sum(len(done.directions) for done in self.passes)
 
+    @property
+    def max_rank(self) -> int:
+        """The rank of W: how many independent actions there are."""
+        return len(self.outputs) * self.likelihood.curvature_rank
+
+    @property
+    def rank(self) -> int:
+        """How many actions are in the posterior."""
+        return len(self.kept())
+
     def curvature(self, block: Tensor, rows: Tensor | slice = slice(None)) -> Tensor:  # (r, C) or (r, C, k)
         """W V on some data."""
         columns = block[..., None] if block.ndim == 2 else block

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -26,6 +26,7 @@ from ntk_iterncgp.network.linearised import (
     LinearisedNetwork,
     NetworkFit,
     NetworkSettings,
+    advice_after,
     checked_targets,
 )
 from ntk_iterncgp.priors.jacobian import Jacobian
@@ -50,11 +51,6 @@ class Progress:
 
 
 def fit_by_clusters(network: LinearisedNetwork, settings: NetworkSettings, *, progress_bar: bool) -> NetworkFit:
-    if settings.mean != "network":
-        raise ValueError(
-            "policy='clusters' expects mean='network', since its actions contract the variance and say little about "
-            "the mean. For mean='refined' use policy='curvature_residual'."
-        )
     started = time.perf_counter()
     clusters = _look(network, settings, progress_bar)
     prior = NTKPrior(
@@ -99,7 +95,8 @@ def _look(network: LinearisedNetwork, settings: NetworkSettings, progress_bar: b
     likelihood = network.likelihood(latent, noise=1.0)
     checked = checked_targets(likelihood, latent, torch.cat(targets))
     generator = torch.Generator().manual_seed(settings.seed)
-    return Clusters(likelihood, latent, checked, torch.cat(features), generator)
+    same_width = len({part.shape[1] for part in features}) == 1  # or else batches are padded, each to its own length
+    return Clusters(likelihood, latent, checked, torch.cat(features) if same_width else latent.float(), generator)
 
 
 @contextmanager
@@ -120,8 +117,8 @@ def _features(network: LinearisedNetwork) -> Iterator[Callable[[Inputs, Tensor],
                         "are grouped by outputs and inputs instead.",
                         stacklevel=2,
                     )
-                tensors = x.values() if isinstance(x, dict) else [x]
-                flat = [t.flatten(1).float() for t in tensors if isinstance(t, Tensor) and t.ndim > 1]
+                tensors = [t for t in (x.values() if isinstance(x, Mapping) else [x]) if isinstance(t, Tensor)]
+                flat = [t.flatten(1).float() for t in tensors if t.ndim > 1 and len(t) == len(outputs)]
                 found = torch.cat([outputs.float(), *flat], 1)
             return sketch(found)
 
@@ -139,6 +136,7 @@ def _spend(
     """Passes until the budget is spent; the posterior of what was swept."""
     started, before = time.perf_counter(), progress.seconds
     clusters, status, passes = progress.clusters, Status.BUDGET, 0
+    rank = clusters.rank if clusters.passes else 0
     meter = Meter(progress, network, started)
     with interruptible() as interrupt:
         while not budget.is_spent(progress.epochs, started) and (max_passes is None or passes < max_passes):
@@ -149,6 +147,10 @@ def _spend(
                 status = Status.INTERRUPTED
                 break
             if not finished:
+                break
+            known, rank = rank, clusters.rank
+            if rank in (known, clusters.max_rank):
+                status = Status.EXHAUSTED
                 break
     if status is Status.INTERRUPTED:
         share = float(clusters.passes[-1].counted().double().mean())
@@ -245,7 +247,7 @@ def weight_posterior(progress: Progress, network: LinearisedNetwork) -> WeightPo
         anchor_share=0.0,
         prior_mean=network.prior_mean.detach().reshape(-1).clone(),
         curvature_diagonal=progress.curvature_diagonal,
-        curvature_rank=len(clusters.outputs) * clusters.likelihood.curvature_rank,
+        curvature_rank=clusters.max_rank,
         layer_sizes=network.layer_sizes,
         trace_is_exact=progress.trace_is_exact,
     )
@@ -263,7 +265,7 @@ def _result(progress: Progress, network: LinearisedNetwork, settings: NetworkSet
     information = progress.history[-1].information_captured if progress.history else 0.0
     report = FitReport(
         status=status.value,
-        advice="refine(train_loader, epochs=…) contracts the variance further.",
+        advice=advice_after(status),
         num_products=0,
         num_newton_steps=0,
         rank=posterior.rank,
