@@ -230,16 +230,24 @@ class Clusters:
 
 
 def independent_columns(gram: Tensor) -> Tensor:  # (B, B) -> (B',)
-    """Which columns to keep so that their Gram matrix is safely positive definite.
-
-    The squared pivots of a Cholesky factor say how much of each column is not in the span of those before it.
-    """
-    diagonal = gram.diagonal()
-    scale = torch.where(diagonal > 0, diagonal.clamp_min(1e-300).rsqrt(), 0.0)
-    scaled = gram * scale[:, None] * scale
-    scaled.diagonal().fill_(1 + 1e-3 * DEPENDENT)  # an empty action is a unit vector of its own here, and dropped below
-    new = torch.linalg.cholesky(scaled).diagonal().square()
-    return ((new > DEPENDENT) & (diagonal > 0)).nonzero()[:, 0]
+    """Which columns to keep so that their Gram matrix is safely positive definite: none that is empty, and none of
+    which the squared pivot of a Cholesky factor says that it is nearly in the span of those kept before it."""
+    there = (gram.diagonal() > 0).nonzero()[:, 0]
+    scale = gram.diagonal()[there].rsqrt()
+    scaled = gram[there][:, there] * scale[:, None] * scale
+    lower, info = torch.linalg.cholesky_ex(scaled)
+    if int(info) == 0 and bool((lower.diagonal().square() > DEPENDENT).all()):
+        return there
+    kept: list[int] = []  # column by column, since what is left out must not stay in the factor
+    lower = torch.zeros_like(scaled)
+    for j in range(len(scaled)):
+        k = len(kept)
+        row = torch.linalg.solve_triangular(lower[:k, :k], scaled[kept, j, None], upper=False)[:, 0]
+        pivot = float(scaled[j, j] - row @ row)
+        if pivot > DEPENDENT:
+            lower[k, :k], lower[k, k] = row, pivot**0.5
+            kept.append(j)
+    return there[kept]
 
 
 def _group_batches(labels: Tensor, missing: Tensor, batch_size: int) -> list[Tensor]:

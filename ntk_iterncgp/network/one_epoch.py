@@ -207,7 +207,7 @@ def _sweep(
             if interrupt.requested:  # asked for a second time: a batch may have been cut in two, so nothing is kept
                 raise
             interrupt.requested = True
-        if done:
+        if done and (not progress.history or progress.history[-1].epochs != progress.epochs):
             bar.set_postfix_str(meter.read())
     return done == missing
 
