@@ -73,9 +73,14 @@ class FixedOrderData:
             )
         return to_device(batch[0], self.device), batch[1].to(self.device)
 
+    @property
+    def num_items(self) -> int | None:
+        """How many items the loader draws from a map-style dataset; None for data that only come in order."""
+        return None if self._source is None else len(self._source.indices)
+
     def num_data(self, rows_of_first: int) -> int:
         """How many data there are, counted without loading them; from the first batch where they only come in order."""
-        return len(self._source.indices) if self._source is not None else len(self) * rows_of_first
+        return len(self) * rows_of_first if self.num_items is None else self.num_items
 
     def can_jump(self, num_data: int) -> bool:
         """Whether these data can be visited in any order: a map-style dataset, of which each item became one row."""

@@ -168,7 +168,11 @@ class FittedNetwork(BaseFunctionalLaplace):
         seconds: float | None = None,
         progress_bar: bool = False,
     ) -> None:
-        """Spend more on the same data, from where the fit stopped: the variance only falls."""
+        """Spend more on the same data, from where the fit stopped: the variance only falls.
+
+        Two exceptions, both of which keep it above the exact one: a refined mean may still move, and the curvature of
+        the likelihood with it; and where an iterable dataset was interrupted, groups are first completed.
+        """
         self._check_fitted()
         if epochs is None and seconds is None:
             raise ValueError("refine expects epochs=… or seconds=…, but got neither.")

@@ -66,7 +66,7 @@ class LinearisedNetwork:
         x, _ = next(self.data.batches())
         with torch.no_grad():
             outputs = self.jacobian.forward(x)
-        return FirstLook(outputs, self.data.num_data(len(outputs)))
+        return FirstLook(outputs, self.data.num_items)
 
     def likelihood(self, outputs: Tensor, noise: float) -> Likelihood:
         """Of the right kind, after a look at the outputs."""
@@ -80,20 +80,20 @@ class LinearisedNetwork:
 
 
 class FirstLook(NamedTuple):
-    """By what data are known again: the outputs of their first batch (b, C), and how many there are."""
+    """By what data are known again: the outputs of their first batch (b, C), and how many there are, if known."""
 
     outputs: Tensor
-    num_data: int
+    num_items: int | None
 
     def check_same(self, other: FirstLook) -> None:
         """Actions are sums over numbered data: other data, or another order, would make nonsense of them."""
         rows = min(len(self.outputs), len(other.outputs))
         same = torch.allclose(self.outputs[:rows], other.outputs[:rows], rtol=1e-3, atol=1e-4)
-        if not same or self.num_data != other.num_data:
+        if not same or (None not in (self.num_items, other.num_items) and self.num_items != other.num_items):
             raise ValueError(
-                f"refine expects the {self.num_data} data of the fit in the same order, but this loader gives "
-                f"{'others' if same else 'other ones first'}. Pass the loader of the fit; where it draws its data at "
-                "random, fit again with shuffle=False."
+                "refine expects the data of the fit in the same order, but this loader gives "
+                f"{f'{other.num_items} instead of {self.num_items}' if same else 'other ones'}. Pass the loader of the "
+                "fit; where it draws its data at random, fit again with shuffle=False."
             )
 
 

@@ -140,6 +140,7 @@ def _spend(
     meter = Meter(progress, network, started)
     with interruptible() as interrupt:
         while not budget.is_spent(progress.epochs, started) and (max_passes is None or passes < max_passes):
+            resumed = bool(clusters.passes) and not clusters.passes[-1].is_complete
             target = _next_pass(clusters, network, settings)
             finished = _sweep(target, progress, network, settings, budget, meter, interrupt, progress_bar, started)
             passes += 1
@@ -149,7 +150,7 @@ def _spend(
             if not finished:
                 break
             known, rank = rank, clusters.rank
-            if rank in (known, clusters.max_rank):
+            if rank == clusters.max_rank or (rank == known and not resumed):
                 status = Status.EXHAUSTED
                 break
     if status is Status.INTERRUPTED:
