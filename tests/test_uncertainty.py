@@ -191,7 +191,7 @@ def test_inputs_unlike_the_data_have_more_variance_on_digits() -> None:
     la.fit(net.loader())
     noise = torch.rand(100, 64, generator=torch.Generator().manual_seed(0))
     inside, outside = la.uncertainty(net.new_x), la.uncertainty(noise)
-    for name, factor in {"variance": 2.0, "margin_variance": 2.0, "epistemic": 1.2, "entropy": 1.05}.items():
+    for name, factor in {"variance": 1.5, "margin_variance": 1.5, "epistemic": 1.2, "entropy": 1.05}.items():
         assert float(getattr(outside, name).median()) > factor * float(getattr(inside, name).median()), name
 
 
