@@ -58,16 +58,16 @@ def run(config: RunConfig) -> list[dict[str, Any]]:
             ratio = None
             if result.name == "ours" and found.exact_ratio is not None:
                 ratio = float(found.exact_ratio.mean())
+            name = f"ours, {la.report_.epochs:.1f} epochs" if result.name == "ours" else result.label
             rows.append(
                 {
-                    "method": label
-                    or (f"ours, {la.report_.epochs:.1f} epochs" if result.name == "ours" else result.label),
+                    "method": name,
                     "nll": result.metrics.nll,
                     "ece": result.metrics.ece,
                     "brier": result.metrics.brier,
-                    "ood": {name: other.by_entropy.auroc for name, other in result.ood.items()},
+                    "ood": {kind: other.by_entropy.auroc for kind, other in result.ood.items()},
                     "ood by doubt": {
-                        name: other.by_doubt.auroc for name, other in result.ood.items() if other.by_doubt is not None
+                        kind: other.by_doubt.auroc for kind, other in result.ood.items() if other.by_doubt is not None
                     },
                     "epochs": la.report_.seconds / unit if result.name == "ours" else result.fit_seconds / unit,
                     "variance": ratio,

@@ -10,11 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    default_collate,
+)
 
 Inputs = Any  # a tensor, or a mapping of tensors and other things
 
@@ -33,10 +41,16 @@ class FixedOrderData:
         self.device, self.dict_key_x, self.dict_key_y = device, dict_key_x, dict_key_y
         self._batches = _in_fixed_order(loader)
         self._source = _random_access(loader, self._batches)
+        self._keeps_order: bool | None = None  # not looked at yet
 
     def __len__(self) -> int:
         """The number of batches."""
         return len(self._batches)
+
+    @property
+    def batch_size(self) -> int:
+        """How many data the loader takes at once, where they can be visited in any order."""
+        return 1 if self._source is None else self._source.batch_size
 
     def batches(self) -> Iterator[tuple[Inputs, Tensor]]:
         """One sweep, on the device."""
@@ -59,26 +73,37 @@ class FixedOrderData:
             )
         return to_device(batch[0], self.device), batch[1].to(self.device)
 
+    @property
+    def num_items(self) -> int | None:
+        """How many items the loader draws from a map-style dataset; None for data that only come in order."""
+        return None if self._source is None else len(self._source.indices)
+
     def num_data(self, rows_of_first: int) -> int:
         """How many data there are, counted without loading them; from the first batch where they only come in order."""
-        return len(self._source[1]) if self._source is not None else len(self) * rows_of_first
-
-    @property
-    def batch_size(self) -> int:
-        """That of the loader, where rows can be visited."""
-        assert self._source is not None
-        return self._source[3]
+        return len(self) * rows_of_first if self.num_items is None else self.num_items
 
     def can_jump(self, num_data: int) -> bool:
         """Whether these data can be visited in any order: a map-style dataset, of which each item became one row."""
-        return self._source is not None and len(self._source[1]) == num_data
+        if self._source is None or len(self._source.indices) != num_data:
+            return False
+        if self._keeps_order is None:
+            self._keeps_order = self._source.settings["collate_fn"] is default_collate or self._collates_in_order()
+        return self._keeps_order
+
+    def _collates_in_order(self) -> bool:
+        """Whether the rows of a batch come as they were asked for: a collate_fn may sort them, say by their length."""
+        rows = torch.arange(min(self.batch_size, self.num_data(0)))
+        (x, y), (reversed_x, reversed_y) = self.visit([rows, rows.flip(0)])
+        if not (self.num_rows(x) == len(y) == len(rows)):
+            return False
+        return _equal(slice_rows(x, rows.flip(0), len(rows)), reversed_x) and _equal(y.flip(0), reversed_y)
 
     def visit(self, batches: Sequence[Tensor]) -> Iterator[tuple[Inputs, Tensor]]:
         """Batches of chosen rows, given by their numbers in the fixed order, read straight from the dataset."""
         assert self._source is not None
-        dataset, indices, settings, _ = self._source
-        chosen = [[indices[row] for row in rows.tolist()] for rows in batches]
-        for batch in _FixedBatches(DataLoader(dataset, batch_sampler=chosen, **settings), len(chosen)):
+        source = self._source
+        chosen = [[source.indices[row] for row in rows.tolist()] for rows in batches]
+        for batch in _FixedBatches(DataLoader(source.dataset, batch_sampler=chosen, **source.settings), len(chosen)):
             yield self.split(batch)
 
     def pick(self, rows: Tensor, num_data: int, batch_size: int) -> Iterator[tuple[Tensor, Inputs]]:
@@ -253,9 +278,17 @@ def _loader_settings(loader: DataLoader) -> dict[str, Any]:
     )
 
 
-def _random_access(loader: Any, batches: Any) -> tuple[Any, Sequence[int], dict[str, Any], int] | None:
-    """The dataset, the index of each row in it, how to load from it, and how much at once; None for data that only
-    come in order."""
+class _RandomAccess(NamedTuple):
+    """A dataset, the index of each row in it, and how to load from it."""
+
+    dataset: Any
+    indices: Sequence[int]
+    settings: dict[str, Any]
+    batch_size: int
+
+
+def _random_access(loader: Any, batches: Any) -> _RandomAccess | None:
+    """None for data that only come in order."""
     if (
         not isinstance(loader, DataLoader)
         or isinstance(loader.dataset, IterableDataset)
@@ -269,25 +302,28 @@ def _random_access(loader: Any, batches: Any) -> tuple[Any, Sequence[int], dict[
         indices: Sequence[int] = range(size - size % sampler.batch_size if sampler.drop_last else size)
     else:
         indices = [index for batch in drawn for index in batch]
-    return loader.dataset, indices, _loader_settings(loader), loader.batch_sampler.batch_size
+    return _RandomAccess(loader.dataset, indices, _loader_settings(loader), loader.batch_sampler.batch_size)
 
 
 def _drawn_once(loader: DataLoader) -> list[Any]:
-    """The indices of each batch. A plain permutation of the data set is put in order; other samplers are drawn from
-    once, with the random state of the caller left as it was."""
+    """The indices of each batch. A plain permutation of the data set or of a part is put in order, so that it is the
+    same in every loader; other samplers are drawn from once, with the random state of the caller left as it was."""
     batched = loader.batch_sampler
     sampler = batched.sampler if type(batched) is BatchSampler else loader.sampler
-    if (
-        isinstance(sampler, RandomSampler)
-        and not sampler.replacement
-        and sampler.num_samples == len(sampler.data_source)
-        and type(batched) is BatchSampler
-        and not batched.drop_last
-    ):
-        indices = range(sampler.num_samples)
+    indices = _permuted(sampler)
+    if indices is not None and type(batched) is BatchSampler and not batched.drop_last:
         return [list(indices[i : i + batched.batch_size]) for i in range(0, len(indices), batched.batch_size)]
     with torch.random.fork_rng(devices=[]):
         return list(sampler) if batched is None else [list(batch) for batch in batched]
+
+
+def _permuted(sampler: Any) -> Sequence[int] | None:
+    """What a sampler only changes the order of."""
+    if isinstance(sampler, SubsetRandomSampler):
+        return sorted(sampler.indices)
+    if isinstance(sampler, RandomSampler) and not sampler.replacement:
+        return range(sampler.num_samples) if sampler.num_samples == len(sampler.data_source) else None
+    return None
 
 
 def _nonempty(batches: Any, length: int) -> Any:

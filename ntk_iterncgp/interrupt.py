@@ -19,9 +19,11 @@ class Interrupt:
 
 @contextmanager
 def interruptible() -> Iterator[Interrupt]:
-    """While open, Ctrl-C sets a flag. Signals belong to the main thread: elsewhere nothing changes."""
+    """While open, Ctrl-C sets a flag. Signals belong to the main thread: elsewhere nothing changes, nor where Ctrl-C is
+    ignored or handled by something other than Python."""
     interrupt = Interrupt()
-    if threading.current_thread() is not threading.main_thread():
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None):
         yield interrupt
         return
 

@@ -144,7 +144,7 @@ def test_one_precision_per_weight_by_the_evidence_is_refused() -> None:
 
 def test_an_unknown_way_of_tuning_is_refused() -> None:
     la = fitted(MLP)
-    with pytest.raises(ValueError, match="method expects 'marglik' or 'gridsearch', but got 'magic'"):
+    with pytest.raises(ValueError, match="method expects 'marglik', 'gridsearch' or 'validation', but got 'magic'"):
         la.optimize_prior_precision(method="magic")
     with pytest.raises(ValueError, match="'gridsearch' expects a val_loader"):
         la.optimize_prior_precision(method="gridsearch")

@@ -16,6 +16,7 @@ from ntk_iterncgp.laplace_addon.saving import fingerprint, flatten, same_fingerp
 from ntk_iterncgp.network import (
     CLUSTERS,
     MEANS,
+    PRODUCT_EPOCHS,
     Budget,
     Cost,
     LinearisedNetwork,
@@ -43,7 +44,7 @@ class FittedNetwork(BaseFunctionalLaplace):
     num_actions       how many: groups of data for "clusters" (200), else products with the NTK (50), each one sweep
                       forward+backward and one of Jacobian-vector products
     cotangents        directions for each datum, for "clusters": q of them take (1 + 2q)/3 epochs for q·num_actions
-    max_epochs        where to stop "clusters" before all groups are done
+    max_epochs        where to stop before all of them are done
     actions_per_step  of these, how many per Newton step (mean="refined")
     max_rank          how many actions to keep (None: all); compression says how they are chosen
     chunk_bytes       memory for the rows of the Jacobian, in predictions
@@ -83,17 +84,31 @@ class FittedNetwork(BaseFunctionalLaplace):
         if policy is None:
             policy = CLUSTERS if mean == "network" else "curvature_residual"
         in_groups = policy == CLUSTERS
+        if in_groups and mean != "network":
+            raise ValueError(
+                "policy='clusters' expects mean='network', since its actions contract the variance and say little "
+                "about the mean. For mean='refined' use policy='curvature_residual'."
+            )
+        max_epochs = Budget(epochs=max_epochs).epochs
+        if max_epochs is not None and max_epochs <= 1 / 3:
+            raise ValueError(
+                "max_epochs expects more than 1/3, which is what the forward sweep over all data takes, but got "
+                f"{max_epochs}."
+            )
         if num_actions is None:
             num_actions = 200 if in_groups else 50
         num_actions = whole_number("num_actions", num_actions, at_least=1)
+        max_products = num_actions
+        if max_epochs is not None:
+            max_products = max(1, min(num_actions, int((max_epochs - 1 / 3) / PRODUCT_EPOCHS)))
         self.settings = NetworkSettings(
             mean=mean,
             policy=None if in_groups else resolve_policy(policy),
             num_actions=num_actions,
             cotangents=whole_number("cotangents", cotangents, at_least=1),
-            max_epochs=Budget(epochs=max_epochs).epochs,
+            max_epochs=max_epochs,
             stopping=Stopping(
-                num_actions,
+                max_products,
                 whole_number("actions_per_step", actions_per_step, at_least=1),
                 newton_tol=newton_tol,
             ),
@@ -153,7 +168,11 @@ class FittedNetwork(BaseFunctionalLaplace):
         seconds: float | None = None,
         progress_bar: bool = False,
     ) -> None:
-        """Spend more on the same data, from where the fit stopped: the variance only falls."""
+        """Spend more on the same data, from where the fit stopped: the variance only falls.
+
+        Two exceptions, both of which keep it above the exact one: a refined mean may still move, and the curvature of
+        the likelihood with it; and where an iterable dataset was interrupted, groups are first completed.
+        """
         self._check_fitted()
         if epochs is None and seconds is None:
             raise ValueError("refine expects epochs=… or seconds=…, but got neither.")
@@ -163,11 +182,10 @@ class FittedNetwork(BaseFunctionalLaplace):
                 "fit(train_loader) to start again."
             )
         self._refresh_posterior()
+        budget = Budget(epochs, seconds)
         with evaluating(self.model):
             network = self._network(train_loader)
-            self._take(
-                refine_network(self._fit, network, self.settings, Budget(epochs, seconds), progress_bar=progress_bar)
-            )
+            self._take(refine_network(self._fit, network, self.settings, budget, progress_bar=progress_bar))
 
     def estimate_cost(self, train_loader: DataLoader) -> Cost:
         """Seconds, epochs and memory of a fit and of predictions, from timing one batch; prints as a table."""

@@ -52,7 +52,7 @@ def search_grid(
     def score(moments: list[Moments]) -> float:
         if la.likelihood == Likelihood.REGRESSION:
             if loss is None:
-                return float(gaussian_nll(moments, la.sigma_noise.double().square()))
+                return float(gaussian_nll(moments, la.sigma_noise.detach().double().square()))
             return metric_value(loss, moments)
         predictions = []
         for mean, covariance, targets in moments:
@@ -66,7 +66,7 @@ def search_grid(
         la.posterior,
         pass_once(la, loader, progress_bar),
         grid,
-        la._noise_scale,
+        la._noise_scale.detach(),
         score,
         refined=la.settings.mean == "refined",
         progress_bar=progress_bar,

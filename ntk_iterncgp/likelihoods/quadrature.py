@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.quasirandom import SobolEngine
 
 GAUSS_HERMITE_NODES = 64
+MAX_JITTERS = 12  # each ten times the last
 _JITTER = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
@@ -38,6 +39,12 @@ def covariance_root(covariance: Tensor) -> Tensor:  # (..., C, C)
     if covariance.requires_grad:
         size = covariance.diagonal(dim1=-2, dim2=-1).detach().mean(-1)[..., None, None].clamp_min(1e-30)
         eye = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
-        return torch.linalg.cholesky(covariance + _JITTER[covariance.dtype] * size * eye)
+        jitter = _JITTER[covariance.dtype] * size
+        for _ in range(MAX_JITTERS):  # a variance that is nearly all removed may come out negative in rounding
+            lower, info = torch.linalg.cholesky_ex(covariance + jitter * eye)
+            if not bool(info.any()):
+                return lower
+            jitter = torch.where(info[..., None, None] > 0, 10 * jitter, jitter)
+        raise ArithmeticError("Expected a covariance that is positive semidefinite up to rounding, but it is not.")
     values, vectors = torch.linalg.eigh(covariance)
     return (vectors * values.clamp_min(0).sqrt()[..., None, :]).flip(-1)

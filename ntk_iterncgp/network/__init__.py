@@ -8,10 +8,13 @@ mean="refined"   Newton's method, from the network's outputs to the mode of the 
                  Actions are recycled from step to step.
 """
 
+from dataclasses import replace
+
 from ntk_iterncgp.network.cost import Cost, check_memory, estimate_cost
 from ntk_iterncgp.network.linearised import (
     CLUSTERS,
     MEANS,
+    PRODUCT_EPOCHS,
     Budget,
     LinearisedNetwork,
     NetworkFit,
@@ -23,6 +26,7 @@ from ntk_iterncgp.network.one_epoch import Progress, fit_by_clusters, refine_clu
 __all__ = [
     "CLUSTERS",
     "MEANS",
+    "PRODUCT_EPOCHS",
     "Budget",
     "Cost",
     "LinearisedNetwork",
@@ -38,7 +42,7 @@ __all__ = [
 def fit_network(network: LinearisedNetwork, settings: NetworkSettings, *, progress_bar: bool = False) -> NetworkFit:
     check_memory(estimate_cost(network, settings, timed=False))
     fit = fit_by_clusters if settings.policy is None else fit_by_products
-    return fit(network, settings, progress_bar=progress_bar)
+    return replace(fit(network, settings, progress_bar=progress_bar), first_look=network.first_look())
 
 
 def refine_network(
@@ -50,5 +54,8 @@ def refine_network(
     progress_bar: bool = False,
 ) -> NetworkFit:
     """Spend more on a fit, from where it stopped: the variance only falls."""
+    assert fitted.first_look is not None
+    fitted.first_look.check_same(network.first_look())
     refine = refine_clusters if settings.policy is None else refine_by_products
-    return refine(fitted, network, settings, budget, progress_bar=progress_bar)
+    result = refine(fitted, network, settings, budget, progress_bar=progress_bar)
+    return replace(result, first_look=fitted.first_look)

@@ -32,6 +32,7 @@ from ntk_iterncgp.data import FixedOrderData, Inputs, slice_rows
 from ntk_iterncgp.likelihoods import Likelihood
 from ntk_iterncgp.network.grouping import group
 from ntk_iterncgp.priors.jacobian import NetworkJacobian
+from ntk_iterncgp.priors.ntk import curvature_traces
 
 DEPENDENT = 1e-6  # an action of which less than this share is new, in the metric of W⁺, is dropped
 
@@ -48,6 +49,7 @@ class Pass:
     directions: Tensor  # u (q, N, C), float64
     images: Tensor  # A (q·B, P)
     swept: Tensor  # which data are in A already (N,)
+    by_group: bool = False  # the data are visited group by group
 
     @property
     def num_groups(self) -> int:
@@ -56,6 +58,15 @@ class Pass:
     @property
     def is_complete(self) -> bool:
         return bool(self.swept.all())
+
+    def counted(self) -> Tensor:  # (N,)
+        """Which data are in the posterior. Where they come group by group, those of whole groups: an unfinished sum may
+        say more about some input than the finished one, and the variance shall only fall."""
+        if not self.by_group:
+            return self.swept
+        unfinished = torch.zeros(self.num_groups, dtype=torch.bool, device=self.swept.device)
+        unfinished[self.labels[~self.swept]] = True
+        return ~unfinished[self.labels]
 
     def add(self, rows: Tensor, gradients: Tensor) -> None:  # (r,), (r, q, P) or (q, P) summed over one group
         """Put the gradients of some data where they belong."""
@@ -92,6 +103,16 @@ class Clusters:
         """How many directions have been taken so far."""
         return sum(len(done.directions) for done in self.passes)
 
+    @property
+    def max_rank(self) -> int:
+        """The rank of W: how many independent actions there are."""
+        return len(self.outputs) * self.likelihood.curvature_rank
+
+    @property
+    def rank(self) -> int:
+        """How many actions are in the posterior."""
+        return len(self.kept())
+
     def curvature(self, block: Tensor, rows: Tensor | slice = slice(None)) -> Tensor:  # (r, C) or (r, C, k)
         """W V on some data."""
         columns = block[..., None] if block.ndim == 2 else block
@@ -99,9 +120,7 @@ class Clusters:
 
     def weights(self) -> Tensor:  # (N,)
         """How undecided each datum is, tr(W_n)."""
-        eye = torch.eye(self.likelihood.num_outputs, dtype=torch.float64, device=self.outputs.device)
-        blocks = self.likelihood.curvature(self.outputs, eye.expand(len(self.outputs), -1, -1))
-        return blocks.diagonal(dim1=1, dim2=2).sum(1)
+        return curvature_traces(lambda rows, block: self.curvature(block, rows), *self.shape, self.outputs.device)
 
     # --- choosing -------------------------------------------------------------------------------------------------
 
@@ -144,7 +163,8 @@ class Clusters:
         and each gradient goes to its group.
         """
         curved = torch.stack([self.curvature(u) for u in target.directions], 2)  # (N, C, q)
-        if data.can_jump(len(self.outputs)):
+        target.by_group = data.can_jump(len(self.outputs))
+        if target.by_group:
             batches = _group_batches(target.labels, ~target.swept, data.batch_size)
             for rows, (x, _) in zip(batches, data.visit(batches), strict=True):
                 gradients = jacobian.vjp(x, curved[rows].to(jacobian.dtype))  # (P, q)
@@ -162,13 +182,13 @@ class Clusters:
     # --- what there is ---------------------------------------------------------------------------------------------
 
     def noise_gram(self) -> Tensor:  # R (B, B)
-        """SᵀW⁺S = UᵀWU over the data swept, between all passes."""
+        """SᵀW⁺S = UᵀWU over the data that count, between all passes."""
         blocks = [[self._noise_block(*left, *right) for right in self._directions()] for left in self._directions()]
         gram = torch.cat([torch.cat(row, 1) for row in blocks])
         return 0.5 * (gram + gram.T)
 
     def _directions(self) -> list[tuple[Pass, Tensor]]:
-        return [(done, u * done.swept[:, None]) for done in self.passes for u in done.directions]
+        return [(done, u * done.counted()[:, None]) for done in self.passes for u in done.directions]
 
     def _noise_block(self, left: Pass, u: Tensor, right: Pass, w: Tensor) -> Tensor:  # (B, B')
         values = (u * self.curvature(w)).sum(1)
@@ -183,7 +203,8 @@ class Clusters:
         images = [done.images for done in self.passes]
         all_images = images[0] if len(images) == 1 else torch.cat(images)
         if len(kept) < len(gram):
-            all_images = all_images[kept]
+            leading = len(kept) == 0 or int(kept[-1]) < len(kept)  # as while groups are swept in order: no copy
+            all_images = all_images[: len(kept)] if leading else all_images[kept]
         return all_images.T, gram[kept][:, kept], kept
 
     def kept(self) -> Tensor:  # (B,)
@@ -208,16 +229,24 @@ class Clusters:
 
 
 def independent_columns(gram: Tensor) -> Tensor:  # (B, B) -> (B',)
-    """Which columns to keep so that their Gram matrix is safely positive definite.
-
-    The squared pivots of a Cholesky factor say how much of each column is not in the span of those before it.
-    """
-    diagonal = gram.diagonal()
-    scale = torch.where(diagonal > 0, diagonal.clamp_min(1e-300).rsqrt(), 0.0)
-    scaled = gram * scale[:, None] * scale
-    scaled.diagonal().fill_(1 + 1e-3 * DEPENDENT)  # an empty action is a unit vector of its own here, and dropped below
-    new = torch.linalg.cholesky(scaled).diagonal().square()
-    return ((new > DEPENDENT) & (diagonal > 0)).nonzero()[:, 0]
+    """Which columns to keep so that their Gram matrix is safely positive definite: none that is empty, and none of
+    which the squared pivot of a Cholesky factor says that it is nearly in the span of those kept before it."""
+    there = (gram.diagonal() > 0).nonzero()[:, 0]
+    scale = gram.diagonal()[there].rsqrt()
+    scaled = gram[there][:, there] * scale[:, None] * scale
+    lower, info = torch.linalg.cholesky_ex(scaled)
+    if int(info) == 0 and bool((lower.diagonal().square() > DEPENDENT).all()):
+        return there
+    kept: list[int] = []  # column by column, since what is left out must not stay in the factor
+    lower = torch.zeros_like(scaled)
+    for j in range(len(scaled)):
+        k = len(kept)
+        row = torch.linalg.solve_triangular(lower[:k, :k], scaled[kept, j, None], upper=False)[:, 0]
+        pivot = float(scaled[j, j] - row @ row)
+        if pivot > DEPENDENT:
+            lower[k, :k], lower[k, k] = row, pivot**0.5
+            kept.append(j)
+    return there[kept]
 
 
 def _group_batches(labels: Tensor, missing: Tensor, batch_size: int) -> list[Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,12 @@ import torch
 from ntk_iterncgp.network.grouping import MAX_FEATURES
 from ntk_iterncgp.network.linearised import PRODUCT_EPOCHS, LinearisedNetwork, NetworkSettings
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
+TIMED_COLUMNS = 16  # of the actions, when a prediction is timed: all of them may not fit in memory
 WORKSPACE_BYTES = 64 * 2**20  # what PyTorch and a batch of activations take beside the arrays counted here
 
 
@@ -75,10 +80,14 @@ def estimate_cost(network: LinearisedNetwork, settings: NetworkSettings, *, time
         fit_seconds = epoch * epochs
         at_once = max(1, min(rows, settings.chunk_bytes // jacobian.bytes_per_row(num_outputs)))
         part = next(data.chunk(x, at_once))
-        random = torch.randn(jacobian.num_params, actions, dtype=jacobian.dtype, device=jacobian.device)
+        columns = min(actions, TIMED_COLUMNS)
+        random = torch.randn(jacobian.num_params, columns, dtype=jacobian.dtype, device=jacobian.device)
+        num_rows = data.num_rows(part)
         with torch.no_grad():
-            per_input = _seconds(lambda: jacobian.rows(part, data.num_rows(part)).times(random)) / data.num_rows(part)
-        predict_seconds = 1000 * per_input
+            kept = jacobian.rows(part, num_rows)
+            seconds = _seconds(lambda: jacobian.rows(part, num_rows))
+            seconds += _seconds(lambda: kept.times(random)) * actions / columns
+        predict_seconds = 1000 * seconds / num_rows
     return Cost(
         num_data,
         jacobian.num_params,
@@ -110,9 +119,15 @@ def available_bytes(device: torch.device) -> int | None:
     meminfo, status = _table("/proc/meminfo"), _table("/proc/self/status")
     if "MemAvailable" in meminfo:
         found.append(meminfo["MemAvailable"])
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit != resource.RLIM_INFINITY and "VmSize" in status:
-        found.append(limit - status["VmSize"])
+    if resource is not None and "VmSize" in status:
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if limit != resource.RLIM_INFINITY:
+            found.append(limit - status["VmSize"])
+    limits = [Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current")]  # of a container
+    if all(file.exists() for file in limits):
+        allowed, used = (file.read_text().strip() for file in limits)
+        if allowed != "max":
+            found.append(int(allowed) - int(used))
     return min(found) if found else None
 
 
@@ -131,5 +146,7 @@ def _seconds(work: Callable[[], object]) -> float:
     for _ in range(2):
         started = time.perf_counter()
         work()
+        if torch.cuda.is_available():  # a GPU returns before it has done the work
+            torch.cuda.synchronize()
         least = min(least, time.perf_counter() - started)
     return least

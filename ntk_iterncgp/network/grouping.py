@@ -99,7 +99,8 @@ class Sketch:
 def last_features(model: nn.Module) -> Iterator[Callable[[int], Tensor | None]]:
     """While open, tells what went into the model's last linear layer in the latest forward pass, as (b, D).
 
-    None where there is no such layer, or where its input does not have one row per datum.
+    A layer applied at many places, as to each token, is known by the mean over these. None where there is no such
+    layer, or where its input does not have one row per datum.
     """
     latest: list[Tensor] = []
 
@@ -110,7 +111,8 @@ def last_features(model: nn.Module) -> Iterator[Callable[[int], Tensor | None]]:
     def features(num_rows: int) -> Tensor | None:
         if not latest or latest[0].ndim < 2 or len(latest[0]) != num_rows:
             return None
-        return latest.pop().flatten(1)
+        found = latest.pop()
+        return found if found.ndim == 2 else found.flatten(1, -2).mean(1)
 
     hooks = [m.register_forward_pre_hook(remember) for m in model.modules() if isinstance(m, nn.Linear)]
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from ntk_iterncgp.likelihoods import Gaussian, Likelihood, Softmax
 from ntk_iterncgp.priors.jacobian import NetworkJacobian
 from ntk_iterncgp.solver import NewtonOptions, Policy, Stopping
 from ntk_iterncgp.solver.report import FitReport
+from ntk_iterncgp.solver.stopping import Status
 from ntk_iterncgp.weight_posterior import WeightPosterior, precision_of_weights
 
 MEANS = ("network", "refined")
@@ -61,6 +62,12 @@ class LinearisedNetwork:
     def weight_precision(self) -> Tensor:  # (P,)
         return precision_of_weights(self.prior_precision, self.layer_sizes)
 
+    def first_look(self) -> FirstLook:
+        x, _ = next(self.data.batches())
+        with torch.no_grad():
+            outputs = self.jacobian.forward(x)
+        return FirstLook(outputs, self.data.num_items)
+
     def likelihood(self, outputs: Tensor, noise: float) -> Likelihood:
         """Of the right kind, after a look at the outputs."""
         if not bool(torch.isfinite(outputs).all()):
@@ -70,6 +77,24 @@ class LinearisedNetwork:
                 "NaN or infinity. Check its weights and the scale of its inputs."
             )
         return Softmax(outputs.shape[1]) if self.classification else Gaussian(noise, num_outputs=outputs.shape[1])
+
+
+class FirstLook(NamedTuple):
+    """By what data are known again: the outputs of their first batch (b, C), and how many there are, if known."""
+
+    outputs: Tensor
+    num_items: int | None
+
+    def check_same(self, other: FirstLook) -> None:
+        """Actions are sums over numbered data: other data, or another order, would make nonsense of them."""
+        rows = min(len(self.outputs), len(other.outputs))
+        same = torch.allclose(self.outputs[:rows], other.outputs[:rows], rtol=1e-3, atol=1e-4)
+        if not same or (None not in (self.num_items, other.num_items) and self.num_items != other.num_items):
+            raise ValueError(
+                "refine expects the data of the fit in the same order, but this loader gives "
+                f"{f'{other.num_items} instead of {self.num_items}' if same else 'other ones'}. Pass the loader of the "
+                "fit; where it draws its data at random, fit again with shuffle=False."
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +110,7 @@ class NetworkFit:
     num_outputs: int
     report: FitReport
     progress: Any
+    first_look: FirstLook | None = None
 
 
 @dataclass(frozen=True)
@@ -111,3 +137,12 @@ def checked_targets(likelihood: Likelihood, outputs: Tensor, targets: Tensor) ->
     if targets.is_floating_point() and not bool(torch.isfinite(targets).all()):
         raise ValueError("Expected finite targets, but they hold NaN or infinity. Remove those data.")
     return likelihood.check_targets(targets)
+
+
+def advice_after(status: str) -> str:
+    """What to do next."""
+    if status == Status.EXHAUSTED:
+        return "There is no new action: all that the data say has been used."
+    if status == Status.NEWTON_STEPS:
+        return "The mean had not converged when the Newton steps ran out. Use more actions per step."
+    return "refine(train_loader, epochs=…) contracts the variance further."

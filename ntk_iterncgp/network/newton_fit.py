@@ -13,6 +13,7 @@ from ntk_iterncgp.network.linearised import (
     LinearisedNetwork,
     NetworkFit,
     NetworkSettings,
+    advice_after,
     checked_targets,
 )
 from ntk_iterncgp.priors.ntk import NetworkImages, NTKPrior, sweep_outputs
@@ -118,13 +119,18 @@ def _finish(
     posterior = _weight_posterior(state, network, settings.mean == "refined")
     report = replace(
         report,
-        advice=_advice(report.status),
-        epochs=1 / 3 + PRODUCT_EPOCHS * report.num_products,
+        advice=advice_after(report.status),
+        history=[replace(record, epochs=_epochs(record.num_products)) for record in report.history],
+        epochs=_epochs(report.num_products),
         trace_is_exact=posterior.trace_is_exact,
     )
     loss = _loss(state, network.classification, settings.mean == "refined")
     num_data, num_outputs = state.latent.shape
     return NetworkFit(posterior, loss, num_data, num_outputs, report, state)
+
+
+def _epochs(num_products: int) -> float:
+    return 1 / 3 + PRODUCT_EPOCHS * num_products
 
 
 def _loss(state: State, classification: bool, refined: bool) -> float:
@@ -135,14 +141,6 @@ def _loss(state: State, classification: bool, refined: bool) -> float:
         return 0.0 if refined else 0.5 * float((state.latent - problem.targets).square().sum())
     loss = -problem.log_prob(state.latent)
     return loss - 0.5 * float(state.score @ problem.noise(state.latent, state.score)) if refined else loss
-
-
-def _advice(status: str) -> str:
-    if status == Status.EXHAUSTED:
-        return "There is no new action: all that the data say has been used."
-    if status == Status.NEWTON_STEPS:
-        return "The mean had not converged when the Newton steps ran out. Use more actions per step."
-    return "refine(train_loader, epochs=…) contracts the variance further."
 
 
 def _linear_run(state: State, settings: NetworkSettings) -> Run:

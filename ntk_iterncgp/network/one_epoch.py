@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -26,6 +26,7 @@ from ntk_iterncgp.network.linearised import (
     LinearisedNetwork,
     NetworkFit,
     NetworkSettings,
+    advice_after,
     checked_targets,
 )
 from ntk_iterncgp.priors.jacobian import Jacobian
@@ -50,11 +51,6 @@ class Progress:
 
 
 def fit_by_clusters(network: LinearisedNetwork, settings: NetworkSettings, *, progress_bar: bool) -> NetworkFit:
-    if settings.mean != "network":
-        raise ValueError(
-            "policy='clusters' expects mean='network', since its actions contract the variance and say little about "
-            "the mean. For mean='refined' use policy='curvature_residual'."
-        )
     started = time.perf_counter()
     clusters = _look(network, settings, progress_bar)
     prior = NTKPrior(
@@ -99,7 +95,8 @@ def _look(network: LinearisedNetwork, settings: NetworkSettings, progress_bar: b
     likelihood = network.likelihood(latent, noise=1.0)
     checked = checked_targets(likelihood, latent, torch.cat(targets))
     generator = torch.Generator().manual_seed(settings.seed)
-    return Clusters(likelihood, latent, checked, torch.cat(features), generator)
+    same_width = len({part.shape[1] for part in features}) == 1  # or else batches are padded, each to its own length
+    return Clusters(likelihood, latent, checked, torch.cat(features) if same_width else latent.float(), generator)
 
 
 @contextmanager
@@ -120,8 +117,8 @@ def _features(network: LinearisedNetwork) -> Iterator[Callable[[Inputs, Tensor],
                         "are grouped by outputs and inputs instead.",
                         stacklevel=2,
                     )
-                tensors = x.values() if isinstance(x, dict) else [x]
-                flat = [t.flatten(1).float() for t in tensors if isinstance(t, Tensor) and t.ndim > 1]
+                tensors = [t for t in (x.values() if isinstance(x, Mapping) else [x]) if isinstance(t, Tensor)]
+                flat = [t.flatten(1).float() for t in tensors if t.ndim > 1 and len(t) == len(outputs)]
                 found = torch.cat([outputs.float(), *flat], 1)
             return sketch(found)
 
@@ -139,9 +136,11 @@ def _spend(
     """Passes until the budget is spent; the posterior of what was swept."""
     started, before = time.perf_counter(), progress.seconds
     clusters, status, passes = progress.clusters, Status.BUDGET, 0
+    rank = clusters.rank if clusters.passes else 0
     meter = Meter(progress, network, started)
     with interruptible() as interrupt:
         while not budget.is_spent(progress.epochs, started) and (max_passes is None or passes < max_passes):
+            resumed = bool(clusters.passes) and not clusters.passes[-1].is_complete
             target = _next_pass(clusters, network, settings)
             finished = _sweep(target, progress, network, settings, budget, meter, interrupt, progress_bar, started)
             passes += 1
@@ -150,8 +149,12 @@ def _spend(
                 break
             if not finished:
                 break
+            known, rank = rank, clusters.rank
+            if rank == clusters.max_rank or (rank == known and not resumed):
+                status = Status.EXHAUSTED
+                break
     if status is Status.INTERRUPTED:
-        share = float(clusters.passes[-1].swept.double().mean())
+        share = float(clusters.passes[-1].counted().double().mean())
         warnings.warn(
             f"The run was interrupted with {100 * share:.0f} % of the data of this pass in the posterior, which is "
             "valid for them. refine(train_loader, …) goes on with the rest.",
@@ -189,27 +192,25 @@ def _sweep(
     num_data, missing = len(target.labels), int((~target.swept).sum())
     per_datum = (1 + 2 * len(target.directions)) / 3 / num_data
     done, readings, first = 0, 0, len(progress.clusters.passes) == 1
-    bar = tqdm(total=missing, desc="IterNCGP", unit="data", disable=not progress_bar)
     sweep = progress.clusters.sweep(target, network.jacobian, network.data, settings.chunk_bytes)
-    try:
-        for size in sweep:
-            done += size
-            progress.epochs += size * per_datum
-            bar.update(size)
-            if first and done * METER_READINGS >= (readings + 1) * missing and done < missing:
-                readings += 1
-                bar.set_postfix_str(meter.read())
-            if interrupt.requested or (done < missing and budget.is_spent(progress.epochs, started)):
-                return False
-    except KeyboardInterrupt:
-        interrupt.requested = True
-        return False
-    finally:
-        sweep.close()
-        if target.swept.any():
+    with closing(sweep), tqdm(total=missing, desc="IterNCGP", unit="data", disable=not progress_bar) as bar:
+        try:
+            for size in sweep:
+                done += size
+                progress.epochs += size * per_datum
+                bar.update(size)
+                if first and done * METER_READINGS >= (readings + 1) * missing and done < missing:
+                    readings += 1
+                    bar.set_postfix_str(meter.read())
+                if interrupt.requested or budget.is_spent(progress.epochs, started):
+                    break
+        except KeyboardInterrupt:
+            if interrupt.requested:  # asked for a second time: a batch may have been cut in two, so nothing is kept
+                raise
+            interrupt.requested = True
+        if done and (not progress.history or progress.history[-1].epochs != progress.epochs):
             bar.set_postfix_str(meter.read())
-        bar.close()
-    return True
+    return done == missing
 
 
 class Meter:
@@ -247,7 +248,7 @@ def weight_posterior(progress: Progress, network: LinearisedNetwork) -> WeightPo
         anchor_share=0.0,
         prior_mean=network.prior_mean.detach().reshape(-1).clone(),
         curvature_diagonal=progress.curvature_diagonal,
-        curvature_rank=len(clusters.outputs) * clusters.likelihood.curvature_rank,
+        curvature_rank=clusters.max_rank,
         layer_sizes=network.layer_sizes,
         trace_is_exact=progress.trace_is_exact,
     )
@@ -265,7 +266,7 @@ def _result(progress: Progress, network: LinearisedNetwork, settings: NetworkSet
     information = progress.history[-1].information_captured if progress.history else 0.0
     report = FitReport(
         status=status.value,
-        advice="refine(train_loader, epochs=…) contracts the variance further.",
+        advice=advice_after(status),
         num_products=0,
         num_newton_steps=0,
         rank=posterior.rank,

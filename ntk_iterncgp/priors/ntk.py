@@ -24,6 +24,8 @@ EXACT_TRACE_ROWS = 4096
 SAMPLED_SHARE, MIN_SAMPLED, MAX_SAMPLED = 0.02, 32, 64
 """The sample: as many data as cost 2 % of an epoch, within limits."""
 
+TRACE_ENTRIES = 2**20  # of blocks of W at once
+
 
 class NetworkImages(Images):
     """Images in weight space, A = JᵀS (P, B), and at the training inputs, T = K S (n, B)."""
@@ -45,6 +47,8 @@ class NTKPrior(Prior):
 
     `shift` is θ* − μ₀ (P,), or None for a prior mean that is the network itself.
     """
+
+    sample_seed = 0  # of the data from which a large trace is estimated
 
     def __init__(
         self,
@@ -164,19 +168,28 @@ class NTKPrior(Prior):
 
     def _sample(self, curvature: Weight) -> tuple[Tensor, Tensor]:
         """Which data are in the sample, and how much each datum of all counts (N,)."""
-        eye = torch.eye(self.num_outputs, dtype=torch.float64, device=self.device)
-        curved = curvature(slice(0, self.num_data), eye.expand(self.num_data, -1, -1))
-        probability = curved.diagonal(dim1=1, dim2=2).sum(1).clamp_min(1e-300)
+        probability = curvature_traces(curvature, self.num_data, self.num_outputs, self.device).clamp_min(1e-300)
         probability = probability / probability.sum()
         size = int(SAMPLED_SHARE * 3 * self.num_data / (1 + 2 * self.num_outputs))
         size = min(max(size, MIN_SAMPLED), MAX_SAMPLED)
-        uniform = torch.rand(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        uniform = torch.rand(size, generator=torch.Generator().manual_seed(self.sample_seed), dtype=torch.float64)
         drawn = torch.searchsorted(probability.cumsum(0), uniform.to(self.device)).clamp_max(self.num_data - 1)
         counts = torch.bincount(drawn, minlength=self.num_data) / (size * probability)
         return drawn.unique(), counts
 
     def _rows_at_once(self) -> int:
         return max(1, self.chunk_bytes // self.jacobian.bytes_per_row(self.num_outputs))
+
+
+def curvature_traces(curvature: Weight, num_data: int, num_outputs: int, device: torch.device) -> Tensor:  # (N,)
+    """tr(W_n) of each datum: how undecided it is. A few data at a time, since C×C numbers for all would be many."""
+    eye, size = torch.eye(num_outputs, dtype=torch.float64, device=device), 1 + TRACE_ENTRIES // num_outputs**2
+    parts = []
+    for start in range(0, num_data, size):
+        rows = slice(start, min(start + size, num_data))
+        block = curvature(rows, eye.expand(rows.stop - start, -1, -1))
+        parts.append(block.diagonal(dim1=1, dim2=2).sum(1))
+    return torch.cat(parts)
 
 
 def in_parts(

@@ -1,0 +1,248 @@
+"""The one-epoch posterior: never below the exact one, equal to it with all actions, most of it with few."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.func import functional_call, jacrev, vmap
+
+from ntk_iterncgp.network.clusters import independent_columns
+from ntk_iterncgp.network.grouping import group
+from tests.clusters_helpers import PRIOR_PRECISION, digits, joint_variance, make_net
+from tests.laplace_helpers import MLP, ONE, SEVERAL, close, fitted, full_laplace, near_and_far, not_below, written_out
+from tests.network_cases import NetworkCase, dense_jacobian
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
+dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+kinds = st.sampled_from([("classification", 2), ("classification", 4), ("regression", 1), ("regression", 3)])
+
+
+# The guarantee
+
+
+@dtypes
+@given(
+    kind=kinds,
+    seed=st.integers(0, 10**6),
+    num_data=st.integers(2, 20),
+    num_actions=st.integers(1, 25),
+    cotangents=st.integers(1, 5),
+    scale=st.sampled_from([0.3, 2.0, 8.0]),
+    in_order=st.booleans(),
+    max_epochs=st.sampled_from([None, 0.5, 0.9]),
+)
+def test_the_variance_is_never_below_the_exact_one_and_never_rises(
+    dtype: torch.dtype,
+    kind: tuple[str, int],
+    seed: int,
+    num_data: int,
+    num_actions: int,
+    cotangents: int,
+    scale: float,
+    in_order: bool,
+    max_epochs: float | None,
+) -> None:
+    """Jointly over training inputs, new and far ones, for any number of groups and directions, through refinement."""
+    net = make_net(seed, likelihood=kind[0], num_outputs=kind[1], num_data=num_data, scale=scale)
+    x = net.near_and_far()
+    exact = net.exact(x)
+    la = net.laplace(dtype, num_actions=num_actions, cotangents=cotangents, max_epochs=max_epochs)
+    loader = list(net.loader(dtype)) if in_order else net.loader(dtype)
+    la.fit(loader)
+    tolerance = (
+        TOLERANCE[dtype]
+        * float(la.prior_precision.reciprocal())
+        * float(dense_jacobian(net.model, x).square().sum((1, 2)).max())
+    )
+    before, was_complete = joint_variance(la, x), max_epochs is None
+    not_below(before, exact, tolerance / float(exact.abs().max()))
+    for epochs in (0.4, 1.0, 2.0):
+        la.refine(loader, epochs=epochs)
+        after = joint_variance(la, x)
+        not_below(after, exact, tolerance / float(exact.abs().max()))
+        if was_complete or not in_order:  # of data that come in order, an unfinished sum may say more than a finished
+            not_below(before, after, tolerance / float(after.abs().max()))
+        before, was_complete = after, la._fit.progress.clusters.passes[-1].is_complete
+
+
+@pytest.mark.parametrize("case", [MLP, ONE, SEVERAL], ids=str)
+@pytest.mark.parametrize("subset", ["all", "last_layer"])
+def test_with_an_action_for_each_datum_and_direction_it_is_the_exact_posterior(case: NetworkCase, subset: str) -> None:
+    directions = case.num_outputs - (case.likelihood == "classification")
+    la = fitted(case, subset, policy="clusters", cotangents=directions)
+    exact, x = full_laplace(case, subset), near_and_far(case)
+    close(la.predictive_moments(x)[1], exact.functional_variance(written_out(case, subset, x=x).new_J))
+    assert la.report_.status == "exhausted" and la.report_.information_captured > 1 - 1e-9
+    close(la.log_marginal_likelihood(), exact.log_marginal_likelihood())
+
+
+@pytest.mark.parametrize("subset", ["all", "last_layer"])
+def test_refining_reaches_the_exact_posterior_and_then_stops(subset: str) -> None:
+    case = MLP
+    loader = case.loader(num_data=14, batch_size=7)
+    la = fitted(case, subset, policy="clusters", num_actions=4, loader=loader)
+    la.refine(loader, epochs=50)
+    x = near_and_far(case)
+    close(
+        la.predictive_moments(x)[1],
+        full_laplace(case, subset).functional_variance(written_out(case, subset, x=x).new_J),
+    )
+    assert la.report_.status == "exhausted" and la.report_.epochs < 30
+    assert "all that the data say has been used" in la.report_.advice
+
+
+def test_confident_networks_lose_nothing_to_tiny_probabilities() -> None:
+    """Nothing is divided by a probability."""
+    net = make_net(3, scale=25.0, num_data=12)
+    with torch.no_grad():
+        assert net.model(net.x).softmax(1).min() < 1e-12
+    la = net.laplace(num_actions=12, cotangents=2)
+    la.fit(net.loader())
+    x = net.near_and_far()
+    close(joint_variance(la, x), net.exact(x), 1e-4)
+    not_below(joint_variance(la, x), net.exact(x))
+
+
+# How much of it, for what
+
+
+SHARES = {20: 0.60, 50: 0.68, 100: 0.76, 500: 0.88}
+
+
+def test_few_groups_get_most_of_the_exact_contraction_on_digits() -> None:
+    """The mean of five networks; one epoch in all, whatever the number of groups."""
+    shares = {B: 0.0 for B in SHARES}
+    for seed in range(5):
+        net = digits(seed)
+        for B in SHARES:
+            la = net.laplace(num_actions=B)
+            la.fit(net.loader())
+            assert la.report_.epochs == pytest.approx(4 / 3)
+            shares[B] += net.share(la) / 5
+    assert all(shares[B] >= least for B, least in SHARES.items()), shares
+
+
+def test_refining_clusters_is_cheaper_than_products_from_nothing() -> None:
+    net, loader = digits(0), digits(0).loader()
+    la = net.laplace(num_actions=500)
+    la.fit(loader)
+    while net.share(la) < 0.97:
+        la.refine(loader, epochs=1.0)
+    assert la.report_.epochs < 5
+    products = net.laplace(policy="curvature_residual", num_actions=8)
+    products.fit(loader)
+    assert products.report_.epochs > 2 * la.report_.epochs and net.share(products) < 0.97
+
+
+# The meter
+
+
+@pytest.mark.parametrize("case", [("classification", 3), ("regression", 2)], ids=["classification", "regression"])
+def test_the_meter_is_a_lower_bound_on_the_share_of_the_information(case: tuple[str, int]) -> None:
+    for seed in range(5):
+        net = make_net(seed, likelihood=case[0], num_outputs=case[1])
+        la, loader = net.laplace(num_actions=4), net.loader()
+        la.fit(loader)
+        for _ in range(3):
+            lower = float(la.posterior.log_determinant_bounds(la.prior_precision, la._noise_scale)[0])
+            assert 0 < la.report_.information_captured <= lower / net.information() + 1e-12 <= 1 + 1e-9
+            assert la.report_.trace_is_exact and "at least" in str(la.report_)
+            la.refine(loader, epochs=1)
+
+
+@pytest.mark.parametrize("max_epochs", [None, 0.6])
+def test_the_history_rises_in_epochs_and_information(max_epochs: float | None) -> None:
+    net = make_net(1, num_data=40)
+    la, loader = net.laplace(num_actions=9, max_epochs=max_epochs), net.loader(batch_size=3)
+    la.fit(loader)
+    for _ in range(3):
+        la.refine(loader, epochs=0.7)
+    history = la.report_.history
+    assert len(history) >= 5
+    for earlier, later in itertools.pairwise(history):
+        assert later.epochs > earlier.epochs and later.seconds >= earlier.seconds
+        assert later.information_captured >= earlier.information_captured - 1e-12
+    assert history[-1].information_captured == la.report_.information_captured
+    assert history[-1].epochs == la.report_.epochs
+
+
+def test_a_large_trace_is_estimated_to_fifteen_percent_on_digits_and_said_to_be() -> None:
+    for seed in range(5):
+        net = digits(seed)
+        la = net.laplace(num_actions=5)
+        la.fit(net.loader())
+        assert float(la.posterior.curvature_diagonal.sum()) == pytest.approx(net.curvature_trace, rel=0.15)
+        assert not la.report_.trace_is_exact and "an estimated" in str(la.report_)
+        assert 0 < la.report_.information_captured < 1
+
+
+@pytest.mark.parametrize("in_order", [False, True], ids=["visited", "in order"])
+def test_the_estimated_trace_is_unbiased(monkeypatch: pytest.MonkeyPatch, in_order: bool) -> None:
+    from ntk_iterncgp.priors import ntk
+
+    net = make_net(2, num_data=200)
+    loader = list(net.loader(batch_size=50)) if in_order else net.loader(batch_size=50)
+    exact = net.laplace(num_actions=1)
+    exact.fit(loader)
+    monkeypatch.setattr(ntk, "EXACT_TRACE_ROWS", 0)
+    monkeypatch.setattr(ntk, "MAX_SAMPLED", 20)
+    monkeypatch.setattr(ntk, "MIN_SAMPLED", 20)
+    estimates = []
+    for seed in range(60):
+        monkeypatch.setattr(ntk.NTKPrior, "sample_seed", seed)
+        la = net.laplace(num_actions=1)
+        la.fit(loader)
+        estimates.append(float(la.posterior.curvature_diagonal.sum()))
+    values = torch.tensor(estimates)
+    truth, error = float(exact.posterior.curvature_diagonal.sum()), float(values.std() / 60**0.5)
+    assert 0 < error < 0.05 * truth
+    assert abs(float(values.mean()) - truth) < 3 * error
+
+
+# The parts
+
+
+def test_grouping_is_a_partition_without_gaps_largest_weight_first() -> None:
+    generator = torch.Generator().manual_seed(0)
+    features, directions = torch.randn(50, 4, generator=generator), torch.randn(50, 3, generator=generator)
+    weights = torch.rand(50, generator=generator)
+    for number in (1, 2, 7, 49, 50, 80):
+        labels = group(features, directions, weights, number, torch.Generator().manual_seed(1))
+        assert labels.shape == (50,) and labels.unique().tolist() == list(range(int(labels.max()) + 1))
+        assert int(labels.max()) < min(number, 50)
+        totals = torch.zeros(int(labels.max()) + 1).index_add_(0, labels, weights)
+        assert bool((totals.diff() <= 1e-6).all())
+
+
+def test_data_that_are_alike_are_in_one_group_and_decided_ones_get_none_of_their_own() -> None:
+    corners = torch.tensor([[0.0, 5.0], [5.0, 0.0], [-5.0, -5.0]]).repeat(10, 1)
+    labels = group(corners, torch.ones(30, 2), torch.ones(30), 3, torch.Generator().manual_seed(2))
+    for corner in range(3):
+        assert len(labels[corner::3].unique()) == 1
+    spread = torch.cat([corners[:20], 100 * torch.randn(10, 2, generator=torch.Generator().manual_seed(0))])
+    weights = torch.cat([torch.ones(20), torch.full((10,), 1e-9)])
+    labels = group(spread, torch.ones(30, 2), weights, 3, torch.Generator().manual_seed(2))
+    assert set(labels[20:].tolist()) <= set(labels[:20].tolist())
+
+
+def test_dependent_and_empty_columns_are_left_out() -> None:
+    generator = torch.Generator().manual_seed(0)
+    columns = torch.randn(9, 5, generator=generator, dtype=torch.float64)
+    columns[:, 2], columns[:, 3] = 0, 1e-9 * (columns[:, 0] - 2 * columns[:, 1])
+    kept = independent_columns(columns.T @ columns)
+    assert kept.tolist() == [0, 1, 4]
+
+
+def test_gradients_of_each_datum_are_those_of_plain_differentiation() -> None:
+    from ntk_iterncgp.priors.jacobian import Jacobian
+
+    net = make_net(4)
+    params = {name: p.detach() for name, p in net.model.named_parameters()}
+    rows = vmap(jacrev(lambda p, x: functional_call(net.model, p, (x[None],))[0]), (None, 0))(params, net.x)
+    J = torch.cat([rows[name].flatten(2) for name in params], 2)
+    cotangents = torch.randn(len(net.x), 3, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    each = Jacobian(net.model).vjp_each(net.x, cotangents)
+    close(each, torch.einsum("nck,ncp->nkp", cotangents, J), 1e-12)
+    assert PRIOR_PRECISION != 1  # so that a forgotten prior shows

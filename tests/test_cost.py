@@ -1,0 +1,137 @@
+"""What a fit will take, told before it starts, and refused where it cannot be had."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from ntk_iterncgp.network import cost as cost_module
+from tests.clusters_helpers import joint_variance, make_net
+from tests.network_cases import untouched
+
+ROOT = Path(__file__).resolve().parent.parent
+
+MEASURE = """
+import warnings
+warnings.filterwarnings("ignore")
+import torch
+from laplace import Laplace
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from ntk_iterncgp.priors import ntk
+
+def status(name):
+    with open("/proc/self/status") as file:
+        return next(1024 * int(line.split()[1]) for line in file if line.startswith(name))
+
+torch.set_num_threads(1)
+ntk.EXACT_TRACE_ROWS = 0  # as with more data
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(500, 1500), nn.ReLU(), nn.Linear(1500, 170), nn.ReLU(), nn.Linear(170, 4))
+loader = DataLoader(TensorDataset(torch.randn(200, 500), torch.randint(4, (200,))), batch_size=100)
+la = Laplace(model, "classification", "all", "iterncgp", num_actions=10, cotangents=2, chunk_bytes=2**27)
+before = status("VmRSS")
+cost = la.estimate_cost(loader)
+la.fit(loader)
+print(cost.num_params, cost.fit_bytes, status("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
+def test_the_memory_of_a_fit_is_what_was_said() -> None:
+    command = [sys.executable, "-c", MEASURE]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    num_params, said, peak = map(int, result.stdout.split())
+    assert num_params > 10**6
+    assert said / 1.6 < peak < 1.3 * said, (said / 2**20, peak / 2**20)
+
+
+@pytest.mark.parametrize("subset", ["all", "last_layer"])
+@pytest.mark.parametrize("policy", ["clusters", "curvature_residual"])
+@pytest.mark.parametrize("in_order", [False, True])
+def test_the_cost_is_told_as_a_table_and_nothing_is_fitted(subset: str, policy: str, in_order: bool) -> None:
+    net = make_net(2, num_data=30)
+    la = net.laplace(subset=subset, policy=policy, num_actions=8)
+    loader = list(net.loader()) if in_order else net.loader()
+    with untouched(la.model):
+        cost = la.estimate_cost(loader)
+    assert not la._fitted
+    with pytest.raises(RuntimeError):
+        la.report_  # noqa: B018
+    assert cost.num_data == 30 and cost.num_actions == 8
+    assert cost.num_params == (31 if subset == "all" else 15)
+    for name in ("epochs", "fit_seconds", "predict_seconds", "fit_bytes", "predict_bytes", "available_bytes"):
+        assert getattr(cost, name) > 0, name
+    first, header, fit, predict, available = str(cost).splitlines()
+    assert first == f"30 data, {cost.num_params} weights, 8 actions"
+    assert header.split() == ["time", "memory"] and available.startswith("available")
+    assert f"{cost.epochs:.1f} epochs" in fit and " MiB" in fit and "per 1000 inputs" in predict
+
+
+@pytest.mark.parametrize("cotangents", [1, 2, 3])
+def test_the_epochs_told_are_those_spent(cotangents: int) -> None:
+    net = make_net(2, num_data=30)
+    la = net.laplace(num_actions=8, cotangents=cotangents)
+    cost = la.estimate_cost(net.loader())
+    la.fit(net.loader())
+    assert la.report_.epochs == pytest.approx(cost.epochs) and la.report_.rank <= cost.num_actions
+    products = net.laplace(policy="curvature_residual", num_actions=5)
+    cost = products.estimate_cost(net.loader())
+    products.fit(net.loader())
+    assert products.report_.epochs == pytest.approx(cost.epochs)
+
+
+def test_more_actions_than_data_are_not_counted() -> None:
+    net = make_net(2, num_data=30)
+    assert net.laplace(num_actions=500, cotangents=2).estimate_cost(net.loader()).num_actions == 60
+
+
+def test_the_cost_of_what_does_not_fit_is_told_without_making_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the images nor anything as large is allocated for the answer."""
+    net = make_net(2, num_data=30)
+    loader = DataLoader(TensorDataset(net.x, net.y), batch_size=5)
+    la = net.laplace(num_actions=25, cotangents=1)
+    sizes: list[int] = []
+    original = torch.randn
+
+    def randn(*shape: Any, **settings: Any) -> torch.Tensor:
+        made = original(*shape, **settings)
+        sizes.append(made.shape[-1])
+        return made
+
+    monkeypatch.setattr(cost_module.torch, "randn", randn)
+    cost = la.estimate_cost(loader)
+    assert cost.predict_seconds is not None and sizes == [cost_module.TIMED_COLUMNS]
+
+
+def test_a_fit_that_cannot_fit_is_refused_with_the_table_and_leaves_what_was_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net, x = make_net(2), make_net(2).near_and_far()
+    la, fresh = net.laplace(num_actions=4), net.laplace(num_actions=4)
+    la.fit(net.loader())
+    before, report = joint_variance(la, x), la.report_
+    monkeypatch.setattr(cost_module, "available_bytes", lambda device: 10 * 2**20)
+    with pytest.raises(MemoryError, match=r"takes [\d,]+ MiB of 10 MiB available. Use fewer actions") as error:
+        la.fit(net.loader())
+    assert "per 1000 inputs" in str(error.value) and "17 data, 31 weights, 4 actions" in str(error.value)
+    assert torch.equal(joint_variance(la, x), before) and la.report_ is report
+    with untouched(fresh.model), pytest.raises(MemoryError):
+        fresh.fit(net.loader())
+    assert not fresh._fitted
+    monkeypatch.setattr(cost_module, "available_bytes", lambda device: None)
+    fresh.fit(net.loader())  # where nobody knows, it is tried
+    assert "unknown" in str(fresh.estimate_cost(net.loader()))
+
+
+def test_memory_is_read_from_tables_of_the_system(tmp_path: Path) -> None:
+    file = tmp_path / "meminfo"
+    file.write_text("MemTotal:  9 kB\nMemAvailable:   123 kB\nHugePages_Total:  0\n")
+    assert cost_module._table(str(file)) == {"MemTotal": 9 * 1024, "MemAvailable": 123 * 1024}
+    assert cost_module._table(str(tmp_path / "nothing")) == {}
+    found = cost_module.available_bytes(torch.device("cpu"))
+    assert found is None or 0 < found < 2**50
