@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import hyperparameters, kernels, ntk, solver
+from benchmarks import hyperparameters, kernels, ntk, one_epoch, peers, solver, when_it_helps
 from ntk_iterncgp.kernels import fused
 
 
@@ -125,3 +125,35 @@ def test_the_benchmark_of_hyperparameters_shows_found_over_true(
     assert "found / true" in capsys.readouterr().out
     assert hyperparameters.Row("poisson", 0, 1.2, 0.85, 4, True).verdict == "ok"
     assert hyperparameters.Row("poisson", 0, 1.2, 0.75, 4, True).verdict == "MISSED"
+
+
+def test_the_one_epoch_benchmark_counts_a_fit_in_epochs_and_a_prediction_in_forward_passes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NTK_ITERNCGP_DATA", raising=False)
+    file = tmp_path / "one_epoch.json"
+    one_epoch.main(["--quick", "--json", str(file)])
+    figures = json.loads(file.read_text())
+    assert figures["fit MNIST, LeNet"] > 1 and figures["predict"] > 10  # a backward pass for each of ten outputs
+    assert "forward passes" in capsys.readouterr().out
+
+
+def test_the_benchmark_of_when_it_helps_compares_the_data_with_the_prior_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "when.json"
+    when_it_helps.main(["--quick", "--json", str(file)])
+    figures = json.loads(file.read_text())
+    assert figures["small data (150 digits)"].keys() == set(when_it_helps.METHODS)
+    assert figures["diabetes, NLL"]["all data"] < figures["diabetes, NLL"]["noise alone"]
+    assert "the data beat the prior alone" in capsys.readouterr().out
+
+
+def test_the_benchmark_of_peers_has_ours_at_three_budgets_and_never_below_the_exact_variance(tmp_path: Path) -> None:
+    file = tmp_path / "peers.json"
+    peers.main(["--quick", "--json", str(file)])
+    rows = json.loads(file.read_text())["digits"]
+    ours = [row for row in rows if row["method"].startswith("ours")]
+    assert [row["method"] for row in ours] == ["ours, 1.3 epochs", "ours, 5.0 epochs", "ours, 20.0 epochs"]
+    assert all(row["variance"] >= 1 - 1e-4 for row in ours)
+    assert ours[-1]["variance"] <= ours[0]["variance"] + 1e-6

@@ -34,6 +34,7 @@ from ntk_iterncgp.network.grouping import group
 from ntk_iterncgp.priors.jacobian import NetworkJacobian
 from ntk_iterncgp.priors.ntk import curvature_traces
 
+PADDING = 8
 DEPENDENT = 1e-6  # an action of which less than this share is new, in the metric of W⁺, is dropped
 
 
@@ -166,9 +167,11 @@ class Clusters:
         target.by_group = data.can_jump(len(self.outputs))
         if target.by_group:
             batches = _group_batches(target.labels, ~target.swept, data.batch_size)
-            for rows, (x, _) in zip(batches, data.visit(batches), strict=True):
-                gradients = jacobian.vjp(x, curved[rows].to(jacobian.dtype))  # (P, q)
-                target.add(rows, gradients.T)
+            padded = [_padded(rows, data.batch_size) for rows in batches]
+            for rows, filled, (x, _) in zip(batches, padded, data.visit(padded), strict=True):
+                cotangents = curved[filled].to(jacobian.dtype)
+                cotangents[len(rows) :] = 0
+                target.add(rows, jacobian.vjp(x, cotangents).T)  # (q, P)
                 yield len(rows)
             return
         for rows, x in _missing_rows(data, target.swept):
@@ -256,6 +259,12 @@ def _group_batches(labels: Tensor, missing: Tensor, batch_size: int) -> list[Ten
     sizes = torch.bincount(labels[rows]).tolist() if len(rows) else []
     groups = [whole for whole in rows.split(sizes) if len(whole)]
     return [part for whole in groups for part in whole.tensor_split(-(-len(whole) // batch_size))]
+
+
+def _padded(rows: Tensor, batch_size: int) -> Tensor:
+    """Filled up with copies to a multiple of `PADDING`: convolutions are prepared anew for every size of a batch."""
+    size = max(len(rows), min(batch_size, -(-len(rows) // PADDING) * PADDING))
+    return torch.cat([rows, rows[:1].expand(size - len(rows))])
 
 
 def _missing_rows(data: FixedOrderData, swept: Tensor) -> Iterator[tuple[Tensor, Inputs]]:
