@@ -431,3 +431,14 @@ def test_hyperparameters_are_replaced_by_name() -> None:
     for wrong in ("lengthscale", "1.kernel.noise", "2.scale"):
         with pytest.raises(ValueError, match="has no hyperparameter"):
             kernel.with_hyperparameters({wrong: new})
+
+
+def test_a_broken_build_of_keops_gets_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    pykeops = pytest.importorskip("pykeops.torch")
+
+    def cut_short(self: object, other: object) -> object:
+        raise ImportError("file too short")
+
+    monkeypatch.setattr(pykeops.LazyTensor, "__matmul__", cut_short)
+    with pytest.raises(RuntimeError, match=r"could not \(file too short\).*clean_pykeops"):
+        KernelMatrix(RBF(), torch.rand(4, 2), torch.rand(5, 2), method="keops") @ torch.rand(5, 1)

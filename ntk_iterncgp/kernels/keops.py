@@ -62,7 +62,14 @@ def _product(formula: Formula, X1: Tensor, X2: Tensor, V: Tensor, ranges: Any) -
         parts = []
         for block in V.split(width, dim=1):
             padded = block if block.shape[1] == width else torch.nn.functional.pad(block, (0, width - block.shape[1]))
-            parts.append((matrix @ padded.contiguous())[:, : block.shape[1]])
+            try:
+                product = matrix @ padded.contiguous()
+            except ImportError as error:
+                raise RuntimeError(
+                    f"KeOps is expected to load the formulas it has compiled, but could not ({error}). A build may "
+                    "have been cut short: call pykeops.clean_pykeops(), or use another method."
+                ) from error
+            parts.append(product[:, : block.shape[1]])
     return torch.cat(parts, 1)
 
 
