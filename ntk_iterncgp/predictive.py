@@ -3,7 +3,8 @@
 probit      closed form where there is one (Gaussian, Poisson), the probit approximation for classification. Cheap;
             for softmax it uses the diagonal of the C×C covariance alone
 quadrature  fixed points: Gauss–Hermite for one output, quasi-random for several. Deterministic, uses the whole
-            covariance. For softmax with ten classes 512 points are as accurate as ten thousand plain samples
+            covariance. For softmax with ten classes 512 points are as accurate as ten thousand plain samples, and
+            for posteriors so broad that those scatter too, nearly so
 mc          plain Monte Carlo with the whole covariance
 
 and what the spread of the latent Gaussian says about an input (`uncertainty`).

@@ -173,7 +173,7 @@ def _card(ours: Result, place: int, image: Tensor, labels: Tensor, class_names: 
     shown = top if truth in top else [*top[:2], truth]
     bars = "".join(
         f'<div class="bar{" truth" if c == truth else ""}"><span>{escape(str(class_names[c]))}</span>'
-        f'<i style="width:{max(1.0, 100 * float(p[c])):.1f}%"></i><span>{100 * float(p[c]):.0f} %</span></div>'
+        f'<i style="width:{max(1.0, 100 * float(p[c])):.1f}%"></i><span>{100 * float(p[c]):.0f}&nbsp;%</span></div>'
         for c in shown
     )
     wrong = "" if top[0] == truth else ' <span class="wrong">wrong</span>'
