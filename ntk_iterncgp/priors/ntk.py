@@ -200,10 +200,15 @@ def in_parts(
     if per_row > chunk_bytes:
         raise ValueError(
             f"chunk_bytes is expected to hold the rows of the Jacobian for one input, {num_outputs} outputs × "
-            f"{jacobian.num_params:,} weights, which take {per_row / 2**20:.1f} MiB, but it is "
-            f"{chunk_bytes / 2**20:.1f} MiB. Raise chunk_bytes, or choose fewer weights."
+            f"{jacobian.num_params:,} weights, which take {_size(per_row)}, but it is {_size(chunk_bytes)}. Raise "
+            "chunk_bytes, or choose fewer weights."
         )
     return data.chunk(x, chunk_bytes // per_row)
+
+
+def _size(num_bytes: int) -> str:
+    """In MiB, or in bytes where that would read 0.0."""
+    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes:,} bytes"
 
 
 def sweep_outputs(
