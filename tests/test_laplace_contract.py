@@ -353,7 +353,8 @@ def test_a_budget_too_small_for_one_row_is_refused_by_the_sizes(question: str) -
     else:
         la.settings = type(la.settings)(**{**vars(la.settings), "chunk_bytes": 100})
     message = (
-        r"chunk_bytes is expected to hold.*3 outputs × 31 weights, which take 2,232 bytes, but it is 100 bytes\. Raise chunk_bytes"
+        r"chunk_bytes is expected to hold.*3 outputs × 31 weights, which take 2,232 bytes, but it is 100 bytes\. "
+        r"Raise chunk_bytes"
     )
     with pytest.raises(ValueError, match=message):
         if question == "fit":
