@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ntk_iterncgp.config import ConfigError, RunConfig, load
+from ntk_iterncgp.files import FileError
 
 FAILURE, USER_ERROR, INTERRUPTED = 1, 2, 130
 COMMANDS = "{fit,predict,evaluate,demo,bench,reproduce}"
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _reproduce(given[1:])
         arguments = _parser().parse_args(given)
         return int(arguments.run(arguments))
-    except ConfigError as error:
+    except (ConfigError, FileError) as error:
         print(f"ntk-iterncgp: {error}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
