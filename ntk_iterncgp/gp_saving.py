@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ntk_iterncgp.checkpoint import Call, Checkpoint, described, digest_rows, open_call
+from ntk_iterncgp.checkpoint import Call, Checkpoint, open_call
+from ntk_iterncgp.digests import described, digest_rows
 from ntk_iterncgp.priors import GramPrior
 from ntk_iterncgp.solver import State
 
@@ -16,6 +17,8 @@ def call_of(  # `gp` is a NonConjugateGP, which comes after this file
     gp: Any, checkpoint: Checkpoint | None, name: str, state: State, **more: Any
 ) -> tuple[Call, Tensor | None]:
     """A fit or refine that starts from this state, as it was saved or from its beginning; and digests of its data."""
+    if more and checkpoint is not None:  # a refine, which begins where another run ended
+        more |= {"starts_from": described([state.gram, state.noise_gram, state.iterate.offset])}
     call = open_call(checkpoint, name, lambda: (_settings(gp, state) | more, {}))
     if not call.is_kept:
         return call, None
@@ -43,6 +46,4 @@ def _settings(gp: Any, state: State) -> dict[str, Any]:
         "seed": gp.seed,
         "dtype": str(prior.dtype),
         "device": prior.device.type,
-        "products_before": prior.num_products,
-        "starts_from": described([state.gram, state.noise_gram, state.iterate.offset]),
     }

@@ -17,7 +17,7 @@ MAX_LINES = 350
 
 # Rooms from the foundations up. A room may import from lines above its own, and from itself.
 ORDER = [
-    {"parallel", "files"},
+    {"parallel", "files", "digests"},
     {"checkpoint"},
     {"data", "interrupt"},
     {"columns"},

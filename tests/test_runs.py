@@ -128,7 +128,7 @@ def test_a_damaged_posterior_is_refused_in_a_sentence(run: Path, tmp_path: Path)
     content = (run / "posterior.safetensors").read_bytes()
     for name, damaged in (("short", content[: len(content) // 2]), ("long", content + b"x"), ("none", b"")):
         (tmp_path / name).write_bytes(damaged)
-        with pytest.raises(ConfigError, match="is not a posterior file, or is damaged"):
+        with pytest.raises(files.FileError, match="is not a posterior file, or is damaged"):
             files.load_posterior(tmp_path / name)
 
 

@@ -9,21 +9,19 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from ntk_iterncgp.checkpoint import UNSAVED, Call
-from ntk_iterncgp.data import Inputs
 from ntk_iterncgp.interrupt import Interrupt, interruptible
 from ntk_iterncgp.network.clusters import Clusters, Pass
-from ntk_iterncgp.network.grouping import Sketch, last_features
+from ntk_iterncgp.network.grouping import batch_features
 from ntk_iterncgp.network.linearised import (
     Budget,
     LinearisedNetwork,
@@ -41,7 +39,6 @@ from ntk_iterncgp.network.progress import (
     from_content,
     to_content,
 )
-from ntk_iterncgp.priors.jacobian import Jacobian
 from ntk_iterncgp.priors.ntk import NTKPrior
 from ntk_iterncgp.solver.report import FitReport, Record
 from ntk_iterncgp.solver.stopping import Status
@@ -116,7 +113,7 @@ def _look(
     bar = tqdm(
         batches, initial=len(seen), total=len(network.data), desc="Outputs", disable=not progress_bar, leave=False
     )
-    with _features(network) as features_of, torch.no_grad():
+    with batch_features(network.jacobian) as features_of, torch.no_grad():
         for x, y in bar:
             outputs = network.jacobian.forward(x)
             digests = batch_digests(network.data, x, y) if call.is_kept else y[:0]
@@ -130,32 +127,6 @@ def _look(
     same_width = len({part.shape[1] for part in features}) == 1  # or else batches are padded, each to its own length
     clusters = Clusters(likelihood, latent, checked, torch.cat(features) if same_width else latent.float(), generator)
     return clusters, torch.cat([part.cpu() for part in columns[3]]) if call.is_kept else None
-
-
-@contextmanager
-def _features(network: LinearisedNetwork) -> Iterator[Callable[[Inputs, Tensor], Tensor]]:
-    """How to get the features of a batch after its forward pass."""
-    jacobian, sketch = network.jacobian, Sketch()
-    model = jacobian.model if isinstance(jacobian, Jacobian) else nn.Identity()
-    said: list[bool] = []
-    with last_features(model) as latest:
-
-        def features_of(x: Inputs, outputs: Tensor) -> Tensor:  # (b, D)
-            found = latest(len(outputs)) if isinstance(jacobian, Jacobian) else x
-            if found is None:
-                if not said:
-                    said.append(True)
-                    warnings.warn(
-                        "This model has no linear last layer whose inputs could tell which data belong together. They "
-                        "are grouped by outputs and inputs instead.",
-                        stacklevel=2,
-                    )
-                tensors = [t for t in (x.values() if isinstance(x, Mapping) else [x]) if isinstance(t, Tensor)]
-                flat = [t.flatten(1).float() for t in tensors if t.ndim > 1 and len(t) == len(outputs)]
-                found = torch.cat([outputs.float(), *flat], 1)
-            return sketch(found)
-
-        yield features_of
 
 
 @dataclass(eq=False)

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_iterncgp.checkpoint import Call, digest_rows
+from ntk_iterncgp.checkpoint import Call
 from ntk_iterncgp.data import FixedOrderData, Inputs
+from ntk_iterncgp.digests import digest_rows
 from ntk_iterncgp.files import FileError
 from ntk_iterncgp.network.clusters import Clusters, Pass
 from ntk_iterncgp.network.linearised import LinearisedNetwork

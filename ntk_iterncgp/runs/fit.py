@@ -145,6 +145,6 @@ def saved_fit(setting: Setting) -> Fitted | None:
         )
         if one != other:
             return None
-    restored = restore(path, setting.device)
+    restored = restore(path, setting.device, trusted_model=setting.config.model.name)
     setting.log(f"Posterior of an earlier fit with these settings: {path}")
     return Fitted(restored.la, restored.model, saved["report"])

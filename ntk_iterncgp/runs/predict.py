@@ -9,6 +9,7 @@ variance     the trace of the latent covariance
 from __future__ import annotations
 
 import csv
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from ntk_iterncgp.files import load_posterior, write_atomically
 from ntk_iterncgp.runs.flavour import make_flavour
 from ntk_iterncgp.runs.prepare import chosen_device
 
+MAX_LINK_SAMPLES = 2**16
 SCORES = ("entropy", "epistemic", "aleatoric", "variance")
 
 
@@ -40,32 +42,56 @@ class Restored:
     input_shape: tuple[int, ...]
 
 
-def restore(path: Path, device: torch.device) -> Restored:
-    """The flavour as it was fitted, around the network as it was."""
+def restore(path: Path, device: torch.device, *, trusted_model: str | None = None) -> Restored:
+    """The flavour as it was fitted, around the network as it was. `trusted_model` is an import path that may be called.
+
+    Whatever the file holds, it is a posterior or a sentence.
+    """
     state, weights, about = load_posterior(path)
     try:
         config = from_settings(dict(flat(about["config"])))
         names, shape = tuple(about["class_names"]), tuple(about["input_shape"])
         scaling = datasets.Scaling(tuple(about["scaling"]["mean"]), tuple(about["scaling"]["std"]))
-    except (KeyError, TypeError) as error:
+        _check_sizes(config, names, shape, scaling)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"'{path}' is damaged: it does not say what it was fitted with ({error}).") from error
-    arguments = {k: v for k, v in config.model.arguments.items() if k != "weights"}  # they come from the file
-    model = models.build(config.model.name, len(names), shape, arguments)
     try:
-        model.load_state_dict(weights)
-        model = model.to(device)
+        model = models.rebuild(config.model, len(names), shape, weights, trusted=trusted_model).to(device)
         la = make_flavour(config, model)
         la.load_state_dict(state)
-    except (ValueError, KeyError, RuntimeError) as error:
-        raise ConfigError(f"'{path}' does not fit its own model '{config.model.name}': {error}") from error
+    except ConfigError:
+        raise
+    except (ValueError, KeyError, RuntimeError, TypeError, AttributeError, ArithmeticError) as error:
+        reason = str(error).partition("\n")[0][:300]
+        raise ConfigError(f"'{path}' does not fit its own model '{config.model.name}': {reason}") from error
     return Restored(la, model, config, scaling, names, shape)
 
 
-def predict(posterior: Path, inputs: Path, output: Path, *, device: str = "auto", link: str = "accurate") -> Path:
+def _check_sizes(config: RunConfig, names: tuple[Any, ...], shape: tuple[Any, ...], scaling: datasets.Scaling) -> None:
+    """What is asked for by a file is of a size that a run may have written."""
+    if not all(isinstance(name, str) for name in names) or not names:
+        raise ValueError("class_names expects texts")
+    if not all(type(side) is int and 0 < side < 2**31 for side in shape):
+        raise ValueError("input_shape expects whole numbers")
+    if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in (*scaling.mean, *scaling.std)):
+        raise ValueError("scaling expects finite numbers")
+    if config.evaluate.link_samples > MAX_LINK_SAMPLES:
+        raise ValueError(f"evaluate.link_samples expects at most {MAX_LINK_SAMPLES}")
+
+
+def predict(
+    posterior: Path,
+    inputs: Path,
+    output: Path,
+    *,
+    device: str = "auto",
+    link: str = "accurate",
+    trusted_model: str | None = None,
+) -> Path:
     """The whole command: a .csv with a line per input, or an .npz."""
     if output.suffix not in (".csv", ".npz"):
         raise ConfigError(f"--output expects a file that ends in .csv or .npz, but got '{output}'.")
-    restored = restore(posterior, chosen_device(device))
+    restored = restore(posterior, chosen_device(device), trusted_model=trusted_model)
     x = datasets.inputs_for(inputs, restored.scaling, restored.input_shape)
     columns = scores_of(restored, x, link)
     output.parent.mkdir(parents=True, exist_ok=True)
