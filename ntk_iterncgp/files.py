@@ -11,6 +11,7 @@ paths, declared sizes are compared with what is there, and nothing in a file is 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -72,13 +73,24 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Write under a temporary name in the same folder, flush, rename, and flush the folder too."""
     temporary = path.with_name(f"{temporary_prefix(path)}{os.getpid()}{path.suffix}")
     try:
-        write(temporary)
+        try:
+            write(temporary)
+        except SafetensorError as error:  # which wraps the system's error in a text
+            full = "No space left" in str(error)
+            raise OSError(errno.ENOSPC if full else errno.EIO, str(error), str(path)) from error
         _flush(temporary, os.O_RDWR)
+        os.chmod(temporary, 0o666 & ~_umask())  # safetensors lets its owner alone read
         temporary.replace(path)
         if os.name == "posix":  # a renamed file may be forgotten in a power cut until its folder is on the disk
             _flush(path.parent, os.O_RDONLY)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def temporary_prefix(path: Path) -> str:

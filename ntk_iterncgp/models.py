@@ -126,7 +126,7 @@ def build(
         if name in torchvision.models.list_models(torchvision.models):
             return torchvision.models.get_model(name, **({"num_classes": num_classes} | given)).eval()
     except TypeError as error:
-        raise ConfigError(f"model.arguments do not suit '{name}': {error}.") from error
+        raise ConfigError(f"model.arguments do not suit '{name}': {_line(error)}.") from error
     near = nearest(name, (*BUILT_IN, *torchvision.models.list_models(torchvision.models)))
     hint = f"did you mean '{near}'? " if near else ""
     raise ConfigError(

@@ -18,7 +18,7 @@ from ntk_iterncgp.data import FixedOrderData, Inputs
 from ntk_iterncgp.digests import digest_rows
 from ntk_iterncgp.files import FileError
 from ntk_iterncgp.network.clusters import Clusters, Pass
-from ntk_iterncgp.network.linearised import LinearisedNetwork
+from ntk_iterncgp.network.linearised import LinearisedNetwork, checked_targets
 from ntk_iterncgp.solver.report import Record, from_table, to_table
 
 
@@ -76,10 +76,12 @@ def from_content(saved: Mapping[str, Any], network: LinearisedNetwork) -> tuple[
         N, C = outputs.shape
         generator = torch.Generator()
         generator.set_state(saved["generator"])
+        likelihood = network.likelihood(outputs, noise=1.0)
+        targets = _checked(saved["targets"], "targets", None, device, N)
         clusters = Clusters(
-            network.likelihood(outputs, noise=1.0),
+            likelihood,
             outputs,
-            _checked(saved["targets"], "targets", None, device, N),
+            checked_targets(likelihood, outputs, targets),
             _checked(saved["features"], "features", torch.float32, device, N),
             generator,
             [_pass(done, network, (N, C)) for done in saved["passes"]],

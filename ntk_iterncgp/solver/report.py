@@ -179,8 +179,10 @@ def to_table(history: Sequence[Record]) -> Tensor:  # (records, 8)
 
 def from_table(table: Tensor) -> list[Record]:
     names = [f.name for f in fields(Record)]
-    if not isinstance(table, Tensor) or table.ndim != 2 or table.shape[1] != len(names):
-        raise ValueError("a history is expected to have a column for each of its numbers")
+    if not isinstance(table, Tensor) or table.dtype != torch.float64 or table.shape != (len(table), len(names)):
+        raise ValueError("a history is expected to have a column for each of its numbers, in float64")
+    if not bool(torch.isfinite(table[:, :3]).all()):
+        raise ValueError("a history is expected to count in whole numbers")
 
     def record(values: list[float]) -> Record:
         row: dict[str, Any] = dict(zip(names, values, strict=True))

@@ -76,11 +76,18 @@ def from_content(saved: Mapping[str, Any], like: State) -> State:
         noise_gram=checked("noise_gram", B, B),
         position=position,
     ).with_counters(**{name: int(saved["counters"][name]) for name in COUNTERS})
+    handed_on = {}
     for name, value in saved["computed"].items():
-        value = value.to(device) if isinstance(value, Tensor) else float(value)
         if not _is_handed_on(name, value):
             raise ValueError(f"{name[:60]!r} is nothing that a state computes")
-        state.__dict__[name] = value
+        if isinstance(value, Tensor):
+            anew = getattr(state, name)
+            if value.shape != anew.shape or value.dtype != anew.dtype:
+                raise ValueError(f"{name} is expected to be {anew.dtype} of shape {tuple(anew.shape)}")
+            value = _finite(value.to(device), name)
+        handed_on[name] = value
+    state = replace(state)  # without what was computed anew
+    state.__dict__.update(handed_on)
     return state
 
 
