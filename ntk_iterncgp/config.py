@@ -9,25 +9,19 @@ repeated from its folder alone.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 import yaml
 
+from ntk_iterncgp.settings import ConfigError, parsed, read_settings, require_choice, suggestion, typed_value
 from ntk_iterncgp.solver import POLICIES
 
 KERNELS = ("RBF", "Matern12", "Matern32", "Matern52")
 PROTOCOLS = ("crossfit", "validation", "none")
 BASELINES = ("map", "temperature", "prior", "last_layer", "kfac", "sod", "ella", "exact")
-_KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
-
-
-class ConfigError(ValueError):
-    """Something a user can put right, in one sentence."""
 
 
 @dataclass(frozen=True)
@@ -133,11 +127,11 @@ class RunConfig:
             ("tuning.protocol", PROTOCOLS),
             ("kernel.policy", POLICIES),
         ):
-            _require_choice(name, self[name], choices)
+            require_choice(name, self[name], choices)
         if self.kernel.name is not None:
-            _require_choice("kernel.name", self.kernel.name, KERNELS)
+            require_choice("kernel.name", self.kernel.name, KERNELS)
         for baseline in self.evaluate.baselines:
-            _require_choice("evaluate.baselines", baseline, BASELINES)
+            require_choice("evaluate.baselines", baseline, BASELINES)
         for name in POSITIVE:
             if not 0 < self[name] < float("inf"):
                 raise ConfigError(f"{name} expects a positive, finite number, but got {self[name]!r}.")
@@ -209,7 +203,7 @@ def from_settings(settings: Mapping[str, Any], *, default_output_dir: str = "run
     names = dict(setting_names())
     for key in settings:
         if key not in names:
-            raise ConfigError(f"There is no setting '{key}'; {_hint(str(key), names)}")
+            raise ConfigError(f"There is no setting '{key}'; {suggestion(str(key), names)}")
     typed = {key: typed_value(key, value, names[key]) for key, value in settings.items()}
     config = RunConfig()
     sections: dict[str, dict[str, Any]] = {}
@@ -272,76 +266,3 @@ def prepare_output_dir(config: RunConfig) -> Path:
             f"Cannot write to the folder '{folder}' ({reason.lower()}); name another one with --output-dir."
         ) from error
     return folder
-
-
-def read_settings(path: Path) -> dict[Any, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"'{path}' is not a text file; a YAML file of settings is expected.") from error
-    except OSError as error:
-        reason = (error.strerror or type(error).__name__).lower()
-        raise ConfigError(f"Cannot read the configuration '{path}' ({reason}).") from error
-    settings = parsed(text, f"'{path}'")
-    if settings is None:  # a file of comments: nothing differs from the defaults
-        return {}
-    if not isinstance(settings, dict):
-        raise ConfigError(f"'{path}' expects lines of the form 'key: value', but holds {settings!r}.")
-    return settings
-
-
-def parsed(text: str, name: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" (line {mark.line + 1})" if mark is not None else ""
-        raise ConfigError(f"{name} is not valid YAML{where}: {getattr(error, 'problem', None) or error}.") from error
-
-
-def typed_value(name: str, value: Any, hint: Any) -> Any:
-    """The value as the type of its field, or a sentence."""
-    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    if get_origin(hint) is tuple:
-        items = [value] if isinstance(value, str) else value
-        if not isinstance(items, (list, tuple)) or not all(isinstance(item, str) for item in items):
-            raise ConfigError(f"{name} expects a list of names, for instance [a, b], but got {value!r}.")
-        return tuple(items)
-    if get_origin(hint) is dict:
-        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-            raise ConfigError(f"{name} expects names with values, for instance {{key: 1}}, but got {value!r}.")
-        return value
-    if float in kinds and not isinstance(value, bool):
-        if isinstance(value, int):
-            return float(value)
-        if isinstance(value, str):  # YAML 1.1 reads 1e-3 as text
-            try:
-                return float(value)
-            except ValueError:
-                pass
-    if type(value) not in kinds:
-        expected = " or ".join(_KINDS[kind] for kind in kinds)
-        raise ConfigError(f"{name} expects {expected}, but got {value!r}.")
-    return value
-
-
-def _require_choice(name: str, value: str, choices: Collection[str]) -> None:
-    if value not in choices:
-        near = nearest(value, choices)
-        hint = f"; did you mean '{near}'?" if near else "."
-        raise ConfigError(f"{name} expects one of {', '.join(choices)}, but got '{value}'{hint}")
-
-
-def _hint(key: str, names: Collection[str]) -> str:
-    """The setting that was meant: by its last part, since a section is often left out."""
-    by_last = {name.rpartition(".")[2]: name for name in names}
-    last = key.rpartition(".")[2]
-    found = nearest(key, names) if "." in key else by_last.get(nearest(last, by_last) or "")
-    return f"did you mean '{found}'?" if found else f"the settings are {', '.join(names)}."
-
-
-def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """The choice that was probably meant."""
-    folded = {choice.casefold(): choice for choice in choices}
-    found = difflib.get_close_matches(word.casefold(), folded, n=1, cutoff=0.5)
-    return folded[found[0]] if found else None

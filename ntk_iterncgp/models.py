@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
-from ntk_iterncgp.config import ConfigError, ModelConfig, nearest
+from ntk_iterncgp.config import ConfigError, ModelConfig
+from ntk_iterncgp.settings import nearest
 
 RESNETS = {f"cifar_resnet{depth}": (depth - 2) // 6 for depth in (20, 32, 44, 56)}
 BUILT_IN = ("mlp", "cnn", "lenet", *RESNETS)

@@ -30,6 +30,7 @@ ORDER = [
     {"tuning", "hyperparameters", "gp_checks"},
     {"gp", "laplace_addon"},
     {"checkpoint"},
+    {"settings"},
     {"config"},
     {"files"},
     {"datasets", "models"},

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from ntk_iterncgp.config import ConfigError, DataConfig, nearest
+from ntk_iterncgp.config import ConfigError, DataConfig
 from ntk_iterncgp.datasets.base import Data, Scaling, from_arrays, labels_of
 from ntk_iterncgp.datasets.known import DIGIT_NAMES, KNOWN, data_root, digits, known
 from ntk_iterncgp.datasets.own import image_folders, inputs_for, user_arrays
+from ntk_iterncgp.settings import nearest
 
 __all__ = ["Data", "Scaling", "data_root", "inputs_for", "labels_of", "load"]
 

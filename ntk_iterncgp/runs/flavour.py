@@ -8,8 +8,9 @@ from typing import Any
 from laplace import Laplace
 from torch import nn
 
-from ntk_iterncgp.config import ConfigError, RunConfig, nearest
+from ntk_iterncgp.config import ConfigError, RunConfig
 from ntk_iterncgp.laplace_addon import IterNCGPAllLaplace, IterNCGPLastLayerLaplace
+from ntk_iterncgp.settings import nearest
 
 FLAVOURS: dict[str, type] = {"all": IterNCGPAllLaplace, "last_layer": IterNCGPLastLayerLaplace}
 
