@@ -20,6 +20,7 @@ from ntk_iterncgp.settings import ConfigError, parsed, read_settings, require_ch
 from ntk_iterncgp.solver import POLICIES
 
 KERNELS = ("RBF", "Matern12", "Matern32", "Matern52")
+TASKS = ("classification", "regression")
 PROTOCOLS = ("crossfit", "validation", "none")
 BASELINES = ("map", "temperature", "prior", "last_layer", "kfac", "sod", "ella", "exact")
 
@@ -29,11 +30,14 @@ class DataConfig:
     """Which data, and how much of them."""
 
     name: str = "digits"  # digits, mnist, fashion_mnist, kmnist, cifar10, cifar100, svhn, image_folder, arrays
+    task: str = "classification"  # or "regression": arrays whose y are real numbers
     root: str | None = None  # where data sets lie; null: $NTK_ITERNCGP_DATA, or else data/
     train: str | None = None  # image_folder: a folder; arrays: an .npz with x and y, or a .csv whose last column is y
     test: str | None = None  # the same; null: a fifth of the training data is held out
     train_limit: int | None = None  # null: all
     test_limit: int | None = None
+    held_out: int | None = None  # to choose the prior precision on; null: a tenth, at most 1000, if trained here
+    held_out_from: str = "train"  # or "test", for a checkpoint that has seen all training data
     ood: tuple[str, ...] = ()  # other data sets, "rotated", "noise": what a classifier should not be sure about
     ood_limit: int | None = 2000
     batch_size: int = 250
@@ -61,6 +65,8 @@ class KernelConfig:
     name: str | None = None
     lengthscale: float = 8.0
     outputscale: float = 32.0
+    noise: float = 0.1  # regression: the variance of the noise, targets being scaled to unit variance
+    optimize_steps: int = 0  # fits spent on finding better ones than these three, by the evidence lower bound
     policy: str = "curvature_residual"
     max_products: int = 100
     products_per_step: int = 3  # each brings up to 81 actions, so few of them make a Newton step worth taking
@@ -122,6 +128,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         for name, choices in (
+            ("data.task", TASKS),
+            ("data.held_out_from", ("train", "test")),
             ("fit.subset_of_weights", ("all", "last_layer")),
             ("fit.mean", ("network", "refined")),
             ("tuning.protocol", PROTOCOLS),
@@ -139,6 +147,8 @@ class RunConfig:
             value = self[name]
             if value is not None and value < least:
                 raise ConfigError(f"{name} expects a whole number of at least {least}, but got {value}.")
+        if self.data.task == "regression" and (self.data.name != "arrays" or self.data.ood):
+            raise ConfigError("data.task 'regression' expects data.name 'arrays', and no data.ood.")
         if self.tuning.precision_min >= self.tuning.precision_max:
             raise ConfigError(
                 "tuning.precision_min expects a number below tuning.precision_max, but got "
@@ -157,6 +167,7 @@ POSITIVE = (
     "model.learning_rate",
     "kernel.lengthscale",
     "kernel.outputscale",
+    "kernel.noise",
     "fit.prior_precision",
     "tuning.precision_min",
     "tuning.precision_max",
@@ -165,6 +176,7 @@ LEAST = {
     "data.train_limit": 2,
     "data.test_limit": 2,
     "data.ood_limit": 2,
+    "data.held_out": 0,
     "data.batch_size": 1,
     "data.image_size": 1,
     "model.train_epochs": 0,
@@ -172,6 +184,7 @@ LEAST = {
     "kernel.max_products": 1,
     "kernel.products_per_step": 1,
     "kernel.refine_products": 0,
+    "kernel.optimize_steps": 0,
     "kernel.max_rank": 1,
     "fit.num_actions": 1,
     "fit.max_rank": 1,
