@@ -2,8 +2,12 @@
 
 import errno
 import importlib
+import os
+import resource
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.error import URLError
@@ -181,6 +185,51 @@ def test_a_full_disk_ends_in_a_sentence_and_leaves_no_result(
     code, error = outcome([*fit(*small), "--output-dir", "out"], capsys)
     assert code == 1 and "No space left on device" in error and "Traceback" not in error
     assert not list((tmp_path / "out").glob("*posterior*"))
+
+
+def test_a_file_system_that_takes_no_more_ends_in_a_sentence_and_leaves_no_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is patched here: the system itself refuses to write more than 32 KiB to one file."""
+    (tmp_path / "empty.yaml").touch()
+    small = ("model.train_epochs=1", "fit.num_actions=20", "tuning.protocol=none", "data.train_limit=60")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**15, limits[1]))
+    try:
+        code, error = outcome([*fit(*small), "--output-dir", "out"], capsys)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    last = error.splitlines()[-1]
+    assert code == 1 and last.startswith("ntk-iterncgp: cannot read or write") and "File too large" in last
+    assert "Traceback" not in error
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.yaml", "model.safetensors", "run.log"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sign"),
+    [
+        (("model.train_epochs=1000000",), "trained here"),
+        (("model.train_epochs=1", "fit.num_actions=100", "fit.refine_epochs=1000000"), "Fitting: IterNCGPAllLaplace"),
+    ],
+    ids=["training", "fitting"],
+)
+def test_a_real_interrupt_gives_130_and_no_result(tmp_path: Path, settings: tuple[str, ...], sign: str) -> None:
+    (tmp_path / "empty.yaml").touch()
+    command = [sys.executable, "-m", "ntk_iterncgp", *fit(*settings), "--output-dir", "out"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    run = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    try:
+        log, deadline = tmp_path / "out" / "run.log", time.monotonic() + 120
+        while not (log.exists() and sign in log.read_text(encoding="utf-8")):
+            assert run.poll() is None and time.monotonic() < deadline, run.stderr
+            time.sleep(0.1)
+        time.sleep(0.5)  # into the loop
+        run.send_signal(signal.SIGINT)
+        error = run.communicate(timeout=60)[1].decode()
+    finally:
+        run.kill()
+    assert run.returncode == 130 and error.endswith("\nntk-iterncgp: interrupted.\n"), error
+    assert "Traceback" not in error and not list((tmp_path / "out").glob("*posterior*"))
 
 
 def test_interrupting_gives_130_and_no_result(

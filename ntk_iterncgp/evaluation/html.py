@@ -39,7 +39,7 @@ figcaption b { display: block; color: var(--ink); font-size: .95rem; }
 .cards { display: grid; gap: .8rem; grid-template-columns: repeat(auto-fill, minmax(9.6rem, 1fr)); }
 .card { border: 1px solid var(--line); border-radius: 6px; padding: .6rem; break-inside: avoid; font-size: .82rem; }
 .card img { display: block; width: 100%; aspect-ratio: 1; object-fit: contain; image-rendering: pixelated; }
-.card .bar { display: grid; grid-template-columns: 4.6rem 1fr 2.6rem; gap: .3rem; align-items: center; }
+.card .bar { display: grid; grid-template-columns: var(--name) 1fr 2.6rem; gap: .3rem; align-items: center; }
 .bar span:first-child { overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
 .bar i { display: block; height: .55rem; background: #d55e00; border-radius: 2px; }
 .bar.truth i { background: var(--ours); } .bar span:last-child { text-align: right; } .wrong { color: #b3400b; }
@@ -51,11 +51,12 @@ dt { font-weight: 600; } dd { margin: 0; color: var(--soft); overflow-wrap: anyw
   body { padding: .9rem; } dl { grid-template-columns: 1fr; } dd { margin-bottom: .4rem; }
   .frame { overflow: visible; border: 0; } .frame thead { display: none; }
   .frame table, .frame tbody { display: block; }
-  .frame tr { display: grid; grid-template-columns: 1fr 1fr; gap: 0 1.1rem; padding: .55rem .7rem; margin-bottom: .7rem;
-    border: 1px solid var(--line); border-radius: 6px; }
+  .frame tr { display: grid; grid: auto-flow dense / 1fr 1fr; gap: 0 1.1rem; padding: .55rem .7rem; font-size: .8rem;
+    margin-bottom: .7rem; border: 1px solid var(--line); border-radius: 6px; }
   .frame td { display: flex; justify-content: space-between; gap: .4rem; padding: .1rem 0; border: 0; }
-  .frame td:first-child { grid-column: 1 / -1; font-weight: 700; position: static; padding-bottom: .3rem; }
-  .frame td:empty { display: none; } .frame td.long { grid-column: 1 / -1; }
+  .frame td:first-child { grid-column: 1 / -1; font-weight: 700; position: static; padding-bottom: .2rem;
+    font-size: .86rem; }
+  .frame td.none { display: none; } .frame td.long { grid-column: 1 / -1; }
   .frame td:not(:first-child)::before { content: attr(data-label); color: var(--soft); font-weight: 400; }
   .frame tr.ours { background: var(--tint); } .frame tr.ours td { background: none; } }
 @media print { body { max-width: none; font-size: 11px; } .frame, pre { overflow: visible; }
@@ -71,6 +72,7 @@ class Page:
     summary: str  # of what was run, as plain text
     verdict: Sequence[str]
     results: Table
+    others: Table | None  # about inputs of another kind
     panels: Sequence[tuple[str, str, str]]  # title, one sentence, SVG
     pictures: str  # HTML
     costs: Table
@@ -79,7 +81,8 @@ class Page:
 
 def write_report(path: Path, page: Page, config: RunConfig) -> None:
     missing = [f"{escape(label)}: not available here. {escape(why)}" for label, why in page.results.missing.items()]
-    meanings = "".join(f"<dt>{escape(c.heading)}</dt><dd>{escape(c.sentence)}</dd>" for c in page.results.columns)
+    columns = [*page.results.columns, *(page.others.columns if page.others else [])]
+    meanings = "".join(f"<dt>{escape(c.heading)}</dt><dd>{escape(c.sentence)}</dd>" for c in columns)
     body = [
         f"<h1>{escape(page.title)}</h1>",
         f'<p class="soft">{escape(page.summary)}</p>',
@@ -87,6 +90,7 @@ def write_report(path: Path, page: Page, config: RunConfig) -> None:
         "<h2>Results</h2>",
         page.results.html(),
         f'<p class="soft">{"<br>".join(missing)}</p>' if missing else "",
+        f"<h2>Inputs of another kind</h2>{page.others.html()}" if page.others else "",
         f"<details><summary>What the columns mean</summary><dl>{meanings}</dl></details>",
         "<h2>Figures</h2>",
         f'<div class="grid">{"".join(_figure(*panel) for panel in page.panels)}</div>',

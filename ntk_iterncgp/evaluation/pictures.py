@@ -22,13 +22,13 @@ def cards(
     if not pictures:
         return ""
     places = sorted(pictures, key=lambda place: -float(probabilities[place].max()))
-    half = (len(places) + 1) // 2
+    half, room = (len(places) + 1) // 2, min(9, max(len(str(name)) for name in class_names))
     parts = []
     for heading, chosen in (("Most certain test images", places[:half]), ("Least certain test images", places[half:])):
         shown = "".join(
             _card(probabilities[place], int(labels[place]), pictures[place], class_names) for place in chosen
         )
-        parts.append(f'<h2>{heading}</h2><div class="cards">{shown}</div>')
+        parts.append(f'<h2>{heading}</h2><div class="cards" style="--name:{room}ch">{shown}</div>')
     return "".join([*parts, '<p class="soft">Probabilities of ours; the true class in blue.</p>'])
 
 

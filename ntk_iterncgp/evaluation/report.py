@@ -11,7 +11,7 @@ from ntk_iterncgp.evaluation.compare import Comparison, Result
 from ntk_iterncgp.evaluation.tables import Column, Table
 from ntk_iterncgp.evaluation.uncertainty import Difference
 
-SHORT = ("accuracy", "NLL", "± to ours", "ECE", "NLL probit", "tuned to")  # and the AUROC: what a screen has room for
+SHORT = ("accuracy", "NLL", "± to ours", "ECE", "NLL probit", "tuned to")  # and the AUROC
 
 PROTOCOLS = {
     "crossfit": "Every method's hyperparameters were chosen on the other half of the test set (two-fold cross-fit)",
@@ -45,17 +45,27 @@ def results_table(comparison: Comparison) -> Table:
             lambda r: "–" if r.probit is None else f"{r.probit.ece:.4f}",
             "The ECE by the diagonal probit link.",
         ),
-    ]
-    for name in comparison["ours"].ood:
-        columns += _ood_columns(name)
-    columns.append(
         Column(
             "tuned to",
             lambda r: " / ".join(f"{value:.3g}" for value in r.values),
             "The temperature or prior precision of each fold, chosen on the other one.",
-        )
-    )
+        ),
+    ]
     return Table(comparison.results, columns, comparison.unavailable)
+
+
+def others_table(comparison: Comparison) -> Table | None:
+    """How well each method tells inputs of another kind from test inputs; None where there are none."""
+    columns = [column for name in comparison["ours"].ood for column in _ood_columns(name)]
+    return Table(comparison.results, columns, {}) if columns else None
+
+
+def on_screen(comparison: Comparison) -> str:
+    """The columns that a screen has room for."""
+    table, others = results_table(comparison), others_table(comparison)
+    chosen = [column for column in table.columns if column.heading in SHORT]
+    chosen += [column for column in others.columns if column.heading.endswith("AUROC")] if others else []
+    return Table(comparison.results, chosen, comparison.unavailable).text()
 
 
 def summary(comparison: Comparison, config: RunConfig, about: Mapping[str, Any], fit: Mapping[str, Any]) -> str:
@@ -76,10 +86,6 @@ def what_was_run(config: RunConfig, about: Mapping[str, Any]) -> str:
         else f"{name} with {about['weights']:,} weights"
     )
     return f"{config.data.name}, {what}, {about['data']:,} training data"
-
-
-def short_headings(comparison: Comparison) -> list[str]:
-    return [*SHORT, *(f"{name}: AUROC" for name in comparison["ours"].ood)]
 
 
 def difference_column() -> Column:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-ROOM = 18  # characters of a heading and its value that fit in half the width of a phone
+ROOM = 22  # characters of a heading and its value that fit in half the width of a phone
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,10 @@ class Table:
     columns: Sequence[Column]
     missing: Mapping[str, str]
 
-    def text(self, only: Collection[str] | None = None) -> str:
-        """Aligned, with a sentence per column below; `only` some headings."""
-        chosen = [column for column in self.columns if only is None or column.heading in only]
-        cells = [[column.cell(result) for column in chosen] for result in self.results]
-        headings = [column.heading for column in chosen]
+    def text(self) -> str:
+        """Aligned, with a sentence per column below."""
+        cells = [[column.cell(result) for column in self.columns] for result in self.results]
+        headings = [column.heading for column in self.columns]
         widths = [max(map(len, column)) for column in zip(headings, *cells, strict=True)]
         first = max(len(result.label) for result in self.results)
 
@@ -43,7 +42,7 @@ class Table:
         lines = [line("", headings), "─" * (first + sum(widths) + 3 * len(widths))]
         lines += [line(result.label, values) for result, values in zip(self.results, cells, strict=True)]
         width = max(map(len, headings))
-        sentences = [f"{column.heading.ljust(width)}  {column.sentence}" for column in chosen]
+        sentences = [f"{column.heading.ljust(width)}  {column.sentence}" for column in self.columns]
         missing = [f"{label}: not available here. {why}" for label, why in self.missing.items()]
         return "\n".join([*lines, "", *sentences, *([""] if missing else []), *missing])
 
@@ -57,7 +56,7 @@ class Table:
             for column, winners in zip(self.columns, best, strict=True):
                 value = column.cell(result)
                 is_long = len(column.heading) + len(value) > ROOM
-                kinds = " ".join(["best"] * (i in winners) + ["long"] * is_long)
+                kinds = " ".join(["best"] * (i in winners) + ["long"] * is_long + ["none"] * (value in ("", "–")))
                 marked = f' class="{kinds}"' if kinds else ""
                 cells.append(f'<td data-label="{escape(column.heading)}"{marked}>{escape(value)}</td>')
             ours = ' class="ours"' if result.name == "ours" else ""

@@ -62,12 +62,13 @@ def _finish_classes(setting: Setting, fitted: Fitted, about: dict[str, Any], tit
             summary=report.summary(comparison, setting.config, about, fitted.report),
             verdict=report.verdict(comparison.results),
             results=table,
+            others=report.others_table(comparison),
             panels=figures.panels(comparison, fitted.report),
             pictures=cards(comparison["ours"].probabilities, comparison.labels, pictures, setting.data.class_names),
             costs=cost_table(comparison.results, fitted.report),
             cost_note=cost_note(_cost(setting), comparison.rows_seconds),
         ),
-        shown=table.text(report.short_headings(comparison)),
+        shown=report.on_screen(comparison),
         numbers=report.as_json(comparison),
     )
     return comparison
@@ -85,6 +86,7 @@ def _finish_targets(setting: Setting, fitted: Fitted, about: dict[str, Any], tit
             summary=regression_report.summary(comparison, setting.config, about, fitted.report),
             verdict=report.verdict(comparison.results),
             results=table,
+            others=None,
             panels=regression_report.panels(comparison, fitted.report),
             pictures="",
             costs=cost_table(comparison.results, fitted.report),
@@ -104,7 +106,8 @@ def _finish(
     log(f"\n{shown}\n")
     for sentence in page.verdict:
         log(sentence)
-    write_text(folder / "table.txt", page.results.text() + "\n")
+    tables = [page.results.text(), *([page.others.text()] if page.others else [])]
+    write_text(folder / "table.txt", "\n\n".join(tables) + "\n")
     content = {"config": as_plain(config), "about": about, "fit": fitted.report, **numbers, "cost": _cost(setting)}
     write_json(folder / "results.json", content)
     write_report(folder / "report.html", page, config)
