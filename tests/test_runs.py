@@ -194,7 +194,8 @@ def test_the_report_is_one_file_with_every_part(run: Path) -> None:
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PROBE = """<script>addEventListener('load', () => { const wide = document.documentElement.scrollWidth;
 const broken = [...document.images].filter(i => !i.complete || i.naturalWidth === 0).length;
-parent.postMessage(`probe ${wide} ${innerWidth} ${broken} ${document.images.length}`, '*'); });</script>"""
+const cut = [...document.querySelectorAll('.frame, td')].filter(e => e.scrollWidth > e.clientWidth + 1).length;
+parent.postMessage(`probe ${wide} ${innerWidth} ${broken} ${document.images.length} ${cut}`, '*'); });</script>"""
 FRAME = """<script>addEventListener('message', event => { document.title = event.data; });</script>
 <iframe src="probe.html" style="width:{width}px;height:3000px;border:0"></iframe>"""
 
@@ -210,10 +211,10 @@ def test_every_figure_loads_and_nothing_overflows_in_a_browser(run: Path, tmp_pa
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000"]
     command = [str(CHROMIUM), *flags, "--window-size=1400,3200", "--dump-dom", frame.as_uri()]
     output = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    found = re.search(r"<title>probe (\d+) (\d+) (\d+) (\d+)</title>", output)
+    found = re.search(r"<title>probe (\d+) (\d+) (\d+) (\d+) (\d+)</title>", output)
     assert found, output[:500]
-    scroll_width, inner_width, broken, images = map(int, found.groups())
-    assert (inner_width, broken) == (width, 0) and images >= 8
+    scroll_width, inner_width, broken, images, cut = map(int, found.groups())
+    assert (inner_width, broken, cut) == (width, 0, 0) and images >= 8  # no table scrolls in its frame, either
     assert scroll_width <= width
 
 

@@ -13,7 +13,7 @@ from ntk_iterncgp.config import RunConfig
 from ntk_iterncgp.evaluation.figures import STYLES, against_exact, information, svg
 from ntk_iterncgp.evaluation.regression import RegressionComparison, RegressionResult
 from ntk_iterncgp.evaluation.report import PROTOCOLS, difference_column, verdict, what_was_run
-from ntk_iterncgp.evaluation.tables import Column, Table
+from ntk_iterncgp.evaluation.tables import Column, Table, number
 from ntk_iterncgp.posterior import standard_normal_quantile
 
 MOST_POINTS = 400  # of a scatter plot
@@ -35,11 +35,15 @@ def results_table(comparison: RegressionComparison) -> Table:
         Column("width", lambda r: f"{r.width:.4g}", "The mean width of the 95 % interval: narrow, if it still covers."),
         Column(
             "tuned to",
-            lambda r: " / ".join(f"δ {d:.3g}, σ {s:.3g}" if r.name != "map" else f"σ {s:.3g}" for d, s in r.values),
+            lambda r: " / ".join(_tuned(r.name, *pair) for pair in r.values),
             "The prior precision δ and the noise σ of each fold, chosen on the other one.",
         ),
     ]
     return Table(comparison.results, columns, comparison.unavailable)
+
+
+def _tuned(name: str, precision: float, noise: float) -> str:
+    return f"σ {number(noise)}" if name == "map" else f"δ {number(precision)}, σ {number(noise)}"
 
 
 def summary(c: RegressionComparison, config: RunConfig, about: Mapping[str, Any], fit: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ntk_iterncgp.config import RunConfig
 from ntk_iterncgp.evaluation.compare import Comparison, Result
-from ntk_iterncgp.evaluation.tables import Column, Table
+from ntk_iterncgp.evaluation.tables import Column, Table, number
 from ntk_iterncgp.evaluation.uncertainty import Difference
 
 SHORT = ("accuracy", "NLL", "± to ours", "ECE", "NLL probit", "tuned to")  # and the AUROC
@@ -47,7 +47,7 @@ def results_table(comparison: Comparison) -> Table:
         ),
         Column(
             "tuned to",
-            lambda r: " / ".join(f"{value:.3g}" for value in r.values),
+            lambda r: " / ".join(map(number, r.values)),
             "The temperature or prior precision of each fold, chosen on the other one.",
         ),
     ]

@@ -10,6 +10,11 @@ from typing import Any
 ROOM = 22  # characters of a heading and its value that fit in half the width of a phone
 
 
+def number(value: float) -> str:
+    """Three digits, and no exponent where none is needed: 0.178, 5,620."""
+    return f"{float(f'{value:.3g}'):,.0f}" if 100 <= value < 1e5 else f"{value:.3g}"
+
+
 @dataclass(frozen=True)
 class Column:
     """`cell` turns a result into text; `pick` (max or min) says which of the numbers in it is the best."""
