@@ -61,12 +61,16 @@ class Checkpoint:
         self._together = False
         if kind is None:
             self.clear()
+        self.remove_folder_if_empty()
 
     def clear(self) -> None:
         """Remove everything that was saved; the next call starts anew."""
         self._calls = 0
         for path in self.directory.glob("[0-9]*-*.safetensors"):
             path.unlink(missing_ok=True)
+        self.remove_folder_if_empty()
+
+    def remove_folder_if_empty(self) -> None:
         if self.directory.is_dir() and not any(self.directory.iterdir()):
             self.directory.rmdir()
 
@@ -149,9 +153,7 @@ class Call:
             return
         for slot in (0, 1):
             self._path(slot).unlink(missing_ok=True)
-        directory = self.checkpoint.directory
-        if directory.is_dir() and not any(directory.iterdir()):
-            directory.rmdir()
+        self.checkpoint.remove_folder_if_empty()
 
     def _path(self, slot: int) -> Path:
         assert self.checkpoint is not None

@@ -1,7 +1,7 @@
 """The command `ntk-iterncgp`, also `python -m ntk_iterncgp`.
 
-    ntk-iterncgp fit CONFIG                         network and data -> posterior.safetensors
-    ntk-iterncgp predict POSTERIOR --input FILE     -> probabilities and scores, as CSV or npz
+    ntk-iterncgp fit CONFIG                         network or kernel, and data -> posterior.safetensors
+    ntk-iterncgp predict POSTERIOR --input FILE     -> probabilities or intervals, and scores, as CSV or npz
     ntk-iterncgp evaluate CONFIG                    -> metrics, baselines, report.html
     ntk-iterncgp demo                               the same on scikit-learn's digits, in three minutes
     ntk-iterncgp bench [NAME]                       benchmarks of the repository
@@ -72,7 +72,7 @@ def _parser() -> _Parser:
     fit = add(
         "fit",
         _fit,
-        "compute the posterior of a network: a file that predictions need and nothing else",
+        "compute the posterior of a network or a kernel: a file that predictions need and nothing else",
         "example:\n  ntk-iterncgp fit configs/digits.yaml --set fit.num_actions=50",
     )
     evaluate = add(
@@ -87,7 +87,7 @@ def _parser() -> _Parser:
     predict = add(
         "predict",
         _predict,
-        "probabilities and scores for new inputs",
+        "probabilities, or intervals of real targets, and scores for new inputs",
         "example:\n  ntk-iterncgp predict runs/digits/posterior.safetensors --input new.npz --output new.csv",
     )
     predict.add_argument("posterior", metavar="POSTERIOR", help="the file that 'fit' wrote")

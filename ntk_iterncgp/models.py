@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
-from ntk_iterncgp.config import ConfigError, ModelConfig, nearest
+from ntk_iterncgp.config import ConfigError, ModelConfig
+from ntk_iterncgp.settings import nearest
 
 RESNETS = {f"cifar_resnet{depth}": (depth - 2) // 6 for depth in (20, 32, 44, 56)}
 MAX_DEPTH = 1000
@@ -204,26 +205,35 @@ def load_checkpoint(model: nn.Module, path: Path, name: str) -> None:
     model.load_state_dict(state, strict=False)
 
 
-def train(model: nn.Module, data: Dataset[Any], config: ModelConfig, *, seed: int, device: torch.device) -> float:
-    """Adam with a cosine schedule, cross-entropy; returns the training accuracy of the last epoch."""
+def train(
+    model: nn.Module, data: Dataset[Any], config: ModelConfig, *, task: str, seed: int, device: torch.device
+) -> float:
+    """Adam with a cosine schedule; returns the accuracy of the last epoch, or the root mean squared error.
+
+    The loss is cross-entropy for "classification", squared error for "regression".
+    """
     generator = torch.Generator().manual_seed(seed)
     loader = DataLoader(data, config.train_batch_size, shuffle=True, generator=generator)
     optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, config.train_epochs * len(loader)))
-    right = total = 0
+    is_regression = task == "regression"
+    score = total = 0.0
     model.train()
     for _ in tqdm(range(config.train_epochs), desc="Training", unit="epoch", leave=False, disable=None):
-        right = total = 0
+        score = total = 0.0
         for x, y in loader:
             x, y = x.to(device), y.to(device)
             optimizer.zero_grad()
             outputs = model(x)
-            nn.functional.cross_entropy(outputs, y).backward()
+            loss = nn.functional.mse_loss(outputs, y) if is_regression else nn.functional.cross_entropy(outputs, y)
+            loss.backward()
             optimizer.step()
             schedule.step()
-            right, total = right + int((outputs.argmax(1) == y).sum()), total + len(y)
+            score += len(y) * float(loss.detach()) if is_regression else float((outputs.argmax(1) == y).sum())
+            total += len(y)
     model.eval()
-    return right / max(1, total)
+    share = score / max(1.0, total)
+    return math.sqrt(share) if is_regression else share
 
 
 def _imported(path: str, arguments: Mapping[str, Any]) -> nn.Module:

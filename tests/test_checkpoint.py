@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from ntk_iterncgp import Checkpoint, files, kernels, likelihoods
+from ntk_iterncgp import Checkpoint, cli, files, kernels, likelihoods
 from ntk_iterncgp import checkpoint as module
 from ntk_iterncgp.checkpoint import Call, CheckpointMismatch
-from ntk_iterncgp.files import FileError
+from ntk_iterncgp.files import FileError, load_posterior
 from tests.checkpoint_helpers import (
     RUNS,
     Killed,
@@ -326,6 +327,76 @@ def test_others_files_in_the_folder_are_left_alone(tmp_path: Path) -> None:
     with checkpoint_in(tmp_path) as checkpoint:
         RUNS["clusters"](checkpoint)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "weights.safetensors"]
+
+
+# The command line
+
+
+def command(folder: Path, *settings: str) -> list[str]:
+    small = ("data.train_limit=60", "data.test_limit=20", "model.train_epochs=2", "fit.num_actions=3", *settings)
+    (folder / "empty.yaml").touch()
+    sets = [text for setting in ("checkpoint.every_seconds=0", *small) for text in ("--set", setting)]
+    return ["fit", str(folder / "empty.yaml"), "--output-dir", str(folder / "out"), *sets]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("data.batch_size=10", "fit.refine_epochs=1"),
+        ("kernel.name=Matern32", "kernel.max_products=6", "kernel.refine_products=3"),
+    ],
+    ids=["network", "kernel"],
+)
+def test_the_same_command_goes_on_and_writes_the_same_posterior(
+    settings: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Killed after each save, from the training of the network to the end of refine."""
+    posteriors, kills = [], 0
+    for name in ("undisturbed", "killed"):
+        (tmp_path / name).mkdir()
+        argv = command(tmp_path / name, *settings)
+        while True:
+            with monkeypatch.context() as patch:
+                if name == "killed":
+                    die_at_save(2, patch)
+                try:
+                    assert cli.main(argv) == 0
+                except Killed:
+                    kills += 1
+                    continue
+            break
+        posteriors.append(load_posterior(tmp_path / name / "out" / "posterior.safetensors"))
+        assert not (tmp_path / name / "out" / "checkpoint").exists()
+    assert kills >= 3 and "Going on with 'fit'" in capsys.readouterr().out
+    (state, weights, about), (other_state, other_weights, other_about) = posteriors
+    assert_equal_trees(state, other_state)
+    assert_equal_trees(weights, other_weights)
+    for report in (about["report"], other_about["report"]):
+        for record in (report, *report["history"]):
+            record["seconds"] = 0
+    assert about["report"] == other_about["report"]
+
+
+def assert_equal_trees(one: Any, other: Any) -> None:
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_equal_trees(one[key], other[key])
+    else:
+        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+def test_a_command_that_differs_from_what_was_saved_is_refused_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        die_at_save(3, patch)
+        cli.main(command(tmp_path))
+    capsys.readouterr()
+    assert cli.main([*command(tmp_path), "--set", "fit.num_actions=4"]) == 2
+    error = capsys.readouterr().err
+    assert "its num_actions is 3 and here it is 4" in error and error.strip().count("\n") == 0
+    assert cli.main([*command(tmp_path), "--set", "fit.num_actions=4", "--set", "checkpoint.every_seconds=null"]) == 0
 
 
 # Settings

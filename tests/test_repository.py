@@ -30,6 +30,7 @@ ORDER = [
     {"network"},
     {"tuning", "hyperparameters", "gp_checks", "gp_saving"},
     {"gp", "laplace_addon"},
+    {"settings"},
     {"config"},
     {"datasets", "models"},
     {"evaluation"},
