@@ -106,8 +106,6 @@ def test_the_posterior_file_holds_tensors_and_text_alone(run: Path) -> None:
         header = json.loads(file.metadata()[files.HEADER])
     assert header["format"] == f"{files.POSTERIOR} {files.POSTERIOR_VERSION}"
     assert header["about"]["class_names"] == [str(c) for c in range(10)]
-        str(c) for c in range(10)
-    ]
     short = json.loads((run / "posterior.json").read_text(encoding="utf-8"))
     assert short["num_data"] == 270 and "history" not in short["report"]
 
