@@ -37,6 +37,7 @@ from ntk_iterncgp.network.progress import (
     check_data,
     data_digests,
     from_content,
+    seen_batches,
     to_content,
 )
 from ntk_iterncgp.priors.ntk import NTKPrior
@@ -97,18 +98,19 @@ def _taken_up(
 ) -> NetworkFit:
     """Where it was saved, or its result if it had ended."""
     progress, turn = from_content(call.saved, network)
-    if call.has_ended:
-        return _result(progress, network, settings, Status(call.saved["status"]))
-    return Spending(progress, turn, network, settings, budget, call, call.saved["data"], progress_bar).run()
+    data, ended = call.saved["data"], call.saved["status"]
+    call.forget()
+    if ended is None:
+        return Spending(progress, turn, network, settings, budget, call, data, progress_bar).run()
+    call.end(dict)
+    return _result(progress, network, settings, Status(ended))
 
 
 def _look(
     network: LinearisedNetwork, settings: NetworkSettings, progress_bar: bool, call: Call
 ) -> tuple[Clusters, Tensor | None]:
     """The forward sweep: outputs, targets and features of all data; and digests, where these are saved."""
-    seen: list[tuple[Tensor, ...]] = []
-    if call.saved is not None:
-        seen = [tuple(part.to(network.jacobian.device) for part in batch) for batch in call.saved["look"]]
+    seen = seen_batches(call, network.jacobian.device)
     batches = islice(network.data.batches(), len(seen), None)
     bar = tqdm(
         batches, initial=len(seen), total=len(network.data), desc="Outputs", disable=not progress_bar, leave=False

@@ -135,6 +135,7 @@ def _trained(model: nn.Module, setting: Setting) -> float:
     if call.saved is not None:
         model.load_state_dict(call.saved["weights"])
         torch.set_rng_state(call.saved["random"])
+        call.end(dict)
         return float(call.saved["fit"])
     fit = models.train(model, data.train, config.model, task=data.task, seed=config.seed, device=setting.device)
     found = {"weights": model.state_dict(), "random": torch.get_rng_state(), "fit": fit, "data": digests}
