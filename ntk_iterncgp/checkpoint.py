@@ -66,7 +66,7 @@ class Checkpoint:
     def clear(self) -> None:
         """Remove everything that was saved; the next call starts anew."""
         self._calls = 0
-        for path in self.directory.glob("[0-9]*-*.safetensors"):
+        for path in self.directory.glob("[0-9]*-*.[ab].safetensors"):
             path.unlink(missing_ok=True)
         self.remove_folder_if_empty()
 
