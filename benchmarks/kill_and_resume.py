@@ -2,7 +2,7 @@
 
     ntk-iterncgp bench kill_and_resume [--quick] [--kills 20] [--seed 0] [--door network] [--json FILE]
 
-Three programs of about a minute, whose layers or products are slowed down: a network by clusters (a fit and a refine), a
+Three programs of about a minute, slowed down on purpose: a network by clusters (a fit and a refine), a
 network's refined mean, and a Gaussian process with a kernel. Each is killed 20 times, mostly some time after it has
 saved, now and then at any moment of its life, and must end with the same bits as once undisturbed. Shown is what the
 worst kill lost: how old the last save was, in save intervals; a save is due when one has passed, and comes with the
