@@ -22,6 +22,7 @@ from ntk_iterncgp.likelihoods import Likelihood
 from ntk_iterncgp.posterior import Evidence, Posterior
 from ntk_iterncgp.predictive import check_interval, check_link, credible_interval, expected_response
 from ntk_iterncgp.priors import GramPrior
+from ntk_iterncgp.self_check import checked
 from ntk_iterncgp.solver import (
     NewtonOptions,
     Policy,
@@ -133,7 +134,7 @@ class NonConjugateGP:
         problem = Problem(prior, self.likelihood, targets)
         state = initial_state(problem, seed=self.seed, capacity=self._capacity(problem), kronecker=self.kronecker)
         run = newton(state, self.policy, self.stopping, self.options)
-        state, self._report = drive(
+        state, report = drive(
             run,
             state,
             max_products=self.stopping.max_products,
@@ -141,9 +142,7 @@ class NonConjugateGP:
             callback=callback,
             history=[],
         )
-        self._report = replace(self._report, products_by=prior.how)
-        self._posterior = Posterior(state)
-        return self
+        return self._take(state, replace(report, products_by=prior.how))
 
     def optimize(
         self,
@@ -185,7 +184,7 @@ class NonConjugateGP:
         """Spend more products from where the fit stopped: first on the mean, then on the variance."""
         state, report = self.posterior_.state, self.report_
         run = refine(state, self.policy, replace(self.stopping, max_products=max_products), self.options)
-        state, self._report = drive(
+        state, new_report = drive(
             run,
             state,
             max_products=max_products,
@@ -193,8 +192,14 @@ class NonConjugateGP:
             callback=callback,
             history=report.history,
         )
-        self._report = replace(self._report, products_by=report.products_by)
-        self._posterior = Posterior(state)
+        return self._take(state, replace(new_report, products_by=report.products_by))
+
+    def _take(self, state: State, report: FitReport) -> NonConjugateGP:
+        """Keep a posterior that has passed its self-check; on failure an earlier one is as before."""
+        ascends = self.options.damped and self.options.keeps_mean and not self.likelihood.is_quadratic
+        state = checked(state, report.history, ascends=ascends)
+        spent = state.problem.prior.num_products  # mending costs products too
+        self._posterior, self._report = Posterior(state), replace(report, num_products=spent)
         return self
 
     @property

@@ -25,6 +25,7 @@ ORDER = [
     {"priors"},
     {"solver"},
     {"posterior", "weight_posterior"},
+    {"self_check"},
     {"predictive"},
     {"network"},
     {"tuning", "hyperparameters", "gp_checks"},

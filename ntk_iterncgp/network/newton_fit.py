@@ -17,6 +17,7 @@ from ntk_iterncgp.network.linearised import (
     checked_targets,
 )
 from ntk_iterncgp.priors.ntk import NetworkImages, NTKPrior, sweep_outputs
+from ntk_iterncgp.self_check import checked
 from ntk_iterncgp.solver import (
     Anchor,
     Problem,
@@ -116,12 +117,15 @@ def _finish(
         callback=None,
         history=history,
     )
+    ascends = settings.mean == "refined" and settings.options.keeps_mean and network.classification
+    state = checked(state, report.history, ascends=ascends)
     posterior = _weight_posterior(state, network, settings.mean == "refined")
     report = replace(
         report,
         advice=advice_after(report.status),
         history=[replace(record, epochs=_epochs(record.num_products)) for record in report.history],
-        epochs=_epochs(report.num_products),
+        num_products=state.problem.prior.num_products,  # with those that mending took
+        epochs=_epochs(state.problem.prior.num_products),
         trace_is_exact=posterior.trace_is_exact,
     )
     loss = _loss(state, network.classification, settings.mean == "refined")

@@ -46,6 +46,11 @@ class NewtonOptions:
         if self.compression not in COMPRESSIONS:
             raise ValueError(f"compression expects one of {COMPRESSIONS}, but got {self.compression!r}.")
 
+    @property
+    def keeps_mean(self) -> bool:
+        """Whether compression leaves Newton's point where it is, so that Ψ never falls."""
+        return self.max_rank is None or self.compression != "eigen"
+
 
 def initial_state(problem: Problem, *, seed: int, capacity: int, kronecker: bool = False) -> State:
     """f = m, or the anchor where there is one; no actions (Alg. 1, lines 2 to 4)."""
