@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -53,16 +53,25 @@ def checked(state: State, history: Sequence[Record], *, ascends: bool) -> State:
     """The state, mended where that is possible. `ascends` says whether every step had to raise Ψ."""
     found = problems(state)
     if found:
-        warnings.warn(f"{_told(found)} What could be computed again was, and is checked again.", stacklevel=3)
+        warnings.warn(
+            f"The self-check after the fit expected {'; and '.join(found.values())}. It is computed again.",
+            stacklevel=4,
+        )
         state = recomputed(state, with_images="images" in found)
         found = problems(state)
     found |= falls(history) if ascends else {}
     if found:
-        raise SelfCheckError(
-            f"{_told(found)} This posterior is not to be trusted, and was not kept. Check that data, kernel and model "
-            "stay as they are while a fit runs, and that products are computed in full precision; then fit again."
-        )
+        raise SelfCheckError(refusal(found.values()))
     return state
+
+
+def refusal(told: Iterable[str]) -> str:
+    """What to say of a posterior that is not handed out."""
+    return (
+        f"The self-check expected {'; and '.join(told)}. This posterior is not to be trusted, and was not kept. See "
+        "that data, kernel and model stay as they are while a fit runs and that products have their full precision, "
+        "then fit again."
+    )
 
 
 def problems(state: State) -> dict[str, str]:
@@ -244,7 +253,3 @@ def _vectors(iterate: Iterate) -> tuple[Tensor, Tensor, Tensor]:
 
 def _close(new: Tensor, old: Tensor, tolerance: float) -> bool:
     return bool((new - old).norm() <= tolerance * new.norm())
-
-
-def _told(found: dict[str, str]) -> str:
-    return f"The self-check after the fit expected {'; and '.join(found.values())}."

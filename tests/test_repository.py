@@ -26,6 +26,7 @@ ORDER = [
     {"solver"},
     {"posterior", "weight_posterior"},
     {"self_check"},
+    {"weight_check"},
     {"predictive"},
     {"network"},
     {"tuning", "hyperparameters", "gp_checks"},

@@ -9,6 +9,7 @@ import torch
 from laplace.utils.enums import Likelihood
 from torch import Tensor, nn
 
+from ntk_iterncgp.weight_check import check_posterior
 from ntk_iterncgp.weight_posterior import WeightPosterior
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ def to_state_dict(la: IterNCGPLaplace) -> dict[str, Any]:
 
 def from_state_dict(la: IterNCGPLaplace, state: Mapping[str, Any]) -> None:
     _check(la, state)
-    la.posterior = WeightPosterior.from_dict(state["posterior"], la._layer_sizes(), la._device)
+    posterior = WeightPosterior.from_dict(state["posterior"], la._layer_sizes(), la._device)
+    la.posterior = check_posterior(posterior, state["prior_precision"], state["sigma_noise"])
     la.mean, la._fingerprint = state["weights"].to(la._device), state["fingerprint"]
     la.prior_precision, la.prior_mean = state["prior_precision"], state["prior_mean"]
     la.sigma_noise, la.temperature = state["sigma_noise"], float(state["temperature"])

@@ -31,6 +31,7 @@ from ntk_iterncgp.solver import (
 from ntk_iterncgp.solver.inner import inner_loop
 from ntk_iterncgp.solver.report import Record, Run, drive
 from ntk_iterncgp.solver.state import State
+from ntk_iterncgp.weight_check import check_posterior
 from ntk_iterncgp.weight_posterior import WeightPosterior
 
 
@@ -119,7 +120,9 @@ def _finish(
     )
     ascends = settings.mean == "refined" and settings.options.keeps_mean and network.classification
     state = checked(state, report.history, ascends=ascends)
-    posterior = _weight_posterior(state, network, settings.mean == "refined")
+    posterior = check_posterior(
+        _weight_posterior(state, network, settings.mean == "refined"), network.prior_precision, network.noise_scale
+    )
     report = replace(
         report,
         advice=advice_after(report.status),

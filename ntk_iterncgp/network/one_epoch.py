@@ -29,10 +29,12 @@ from ntk_iterncgp.network.linearised import (
     advice_after,
     checked_targets,
 )
+from ntk_iterncgp.network.self_check import checked_passes, each_rows
 from ntk_iterncgp.priors.jacobian import Jacobian
 from ntk_iterncgp.priors.ntk import NTKPrior
 from ntk_iterncgp.solver.report import FitReport, Record
 from ntk_iterncgp.solver.stopping import Status
+from ntk_iterncgp.weight_check import check_posterior
 from ntk_iterncgp.weight_posterior import WeightPosterior
 
 METER_READINGS = 2  # in the first sweep: each costs P·B² operations
@@ -168,7 +170,8 @@ def _next_pass(clusters: Clusters, network: LinearisedNetwork, settings: Network
     """The one that was cut short, or a new one."""
     if clusters.passes and not clusters.passes[-1].is_complete:
         last = clusters.passes[-1]
-        clusters.passes[-1] = replace(last, images=last.images.clone(), swept=last.swept.clone())
+        copies = {name: getattr(last, name).clone() for name in ("images", "swept", "checksums")}
+        clusters.passes[-1] = replace(last, **copies)
     else:
         like = torch.empty(0, dtype=network.jacobian.dtype, device=network.jacobian.device)
         directions = clusters.directions(settings.cotangents)
@@ -256,7 +259,14 @@ def weight_posterior(progress: Progress, network: LinearisedNetwork) -> WeightPo
 
 def _result(progress: Progress, network: LinearisedNetwork, settings: NetworkSettings, status: Status) -> NetworkFit:
     clusters = progress.clusters
-    posterior = weight_posterior(progress, network)
+    with interruptible():  # what is about to be checked would be lost
+        visited = checked_passes(clusters, float(progress.curvature_diagonal.sum()), network, settings)
+        posterior = check_posterior(
+            weight_posterior(progress, network),
+            network.prior_precision,
+            network.noise_scale,
+            each_rows(network, visited),
+        )
     if settings.options.max_rank is not None:
         posterior = posterior.compress(settings.options.max_rank, network.prior_precision, network.noise_scale)
     if network.classification:
