@@ -7,6 +7,7 @@ or more) and for random combinations z of the actions, what is stored is compare
     actions    S z lies in the range of W
     gram       SᵀKS z = Sᵀ(T z): for a network, whose SᵀKS is AᵀΛ⁻¹A, this is the adjoint identity of J and Jᵀ
     noise      SᵀW⁺S z = SᵀW⁺(S z)
+    prior      m on these rows
     point      v = S w, g = T w, f = m + g
     matrix     M = SᵀKS + SᵀW⁺S is symmetric and positive definite
     variance   between zero and the prior's, on these rows
@@ -43,6 +44,7 @@ PROBES = 2
 MARGIN = 250.0  # in units of rounding
 FLOOR = 1e-11  # what is asked of float64: kernels of many coordinates are computed to 2e-13 of k(x, x)
 MAX_SETTLING_STEPS = 20
+UNMENDABLE = {"actions", "point", "prior"}  # from which all else follows
 
 
 class SelfCheckError(RuntimeError):
@@ -52,12 +54,10 @@ class SelfCheckError(RuntimeError):
 def checked(state: State, history: Sequence[Record], *, ascends: bool) -> State:
     """The state, mended where that is possible. `ascends` says whether every step had to raise Ψ."""
     found = problems(state)
-    if found:
-        warnings.warn(
-            f"The self-check after the fit expected {'; and '.join(found.values())}. It is computed again.",
-            stacklevel=4,
-        )
-        state = recomputed(state, with_images="images" in found)
+    if found.keys() - UNMENDABLE:
+        told = "; and ".join(found.values())
+        warnings.warn(f"The self-check expected {told}. It is computed again.", stacklevel=4)
+        state = recomputed(state, with_images=bool(found.keys() & {"images", "gram"}))
         found = problems(state)
     found |= falls(history) if ascends else {}
     if found:
@@ -78,18 +78,20 @@ def problems(state: State) -> dict[str, str]:
     """What is wrong with a state, by the name of the check: the end of a sentence that begins with 'Expected'."""
     if state.buffer.size == 0:
         return _point(state, torch.ones((), dtype=torch.float64, device=state.iterate.offset.device))
-    tensors = (state.gram, state.noise_gram, *_vectors(state.iterate))
-    if not all(bool(torch.isfinite(t).all()) for t in tensors):
-        return {"matrix": "finite small matrices and a finite point, but they hold NaN or infinity"}
+    if not _finite(*_vectors(state.iterate)):
+        return {"point": "a finite point, but it holds NaN or infinity"}
+    if not _finite(state.gram, state.noise_gram):
+        return {"gram": "finite small matrices, but they hold NaN or infinity"}
     generator = torch.Generator().manual_seed(state.num_products + state.newton_step)
-    found: dict[str, str] = {}
-    variances = []  # of the prior, (b, C)
-    for rows, x in state.problem.prior.pick(_some_data(state.problem.prior, generator)):
-        at = state.problem.prior.at(x, state.buffer)
-        variances.append(at.covariance.diagonal(dim1=1, dim2=2))
-        found |= _rows(state, rows, at)
-    variance = torch.cat(variances)
-    return found | _small_matrices(state, variance, generator) | _point(state, variance.max())
+    prior = state.problem.prior
+    asked = [(rows, prior.at(x, state.buffer)) for rows, x in prior.pick(_some_data(prior, generator))]
+    variance = torch.cat([at.covariance.diagonal(dim1=1, dim2=2) for _, at in asked])  # of the prior, (b, C)
+    found = _small_matrices(state, variance, generator) | _point(state, variance.max())
+    for rows, at in asked:
+        found |= _images(state, rows, at)
+        if not found:  # or else M may not be what it should be
+            found |= _variance(state, at)
+    return found
 
 
 def falls(history: Sequence[Record]) -> dict[str, str]:
@@ -124,28 +126,37 @@ def recomputed(state: State, *, with_images: bool) -> State:
 # --- the checks ---------------------------------------------------------------------------------------------------
 
 
-def _rows(state: State, rows: Tensor, at: AtInputs) -> dict[str, str]:
-    """Images and variances at some training inputs, where the prior was asked as if they were new."""
-    prior, found = state.problem.prior, {}
+def _images(state: State, rows: Tensor, at: AtInputs) -> dict[str, str]:
+    """Images and prior mean at some training inputs, where the prior was asked as if they were new."""
+    prior, anchor, found = state.problem.prior, state.problem.anchor, {}
     variance = at.covariance.diagonal(dim1=1, dim2=2)  # (b, C)
+    size = 1 + float(prior.mean.abs().max()) + float(variance.max() * (anchor.penalty if anchor else 0)) ** 0.5
+    if not float((at.mean - prior.mean[rows]).abs().max()) <= _rounding(state) * size:
+        found["prior"] = "the prior mean to be that of the fit, but at some data it has changed"
     images = prior.lift(state.buffer.images)
     stored = torch.cat([images.rows(slice(i, i + 1)) for i in rows.tolist()])  # (b, C, B)
     total = prior.num_data * float(variance.sum(1).mean())  # tr K
-    allowed = _rounding(state) + prior.product_tolerance
     scale = (variance.clamp_min(0) * total).sqrt()[..., None]
     error = float(((stored - at.cross).abs() / scale.clamp_min(1e-300)).max())
+    allowed = _rounding(state) + prior.product_tolerance
     if not error <= allowed:
         found["images"] = (
             f"images equal to K S at random data, but they differ by {error:.1e} of the largest they can be, where "
             f"rounding explains {allowed:.1e}"
         )
-    half = state.factor.half_solve(at.cross.flatten(0, 1).T)  # (B, b·C)
-    left = 1 - half.square().sum(0) / variance.flatten().clamp_min(1e-300)  # of the prior variance
-    slack = _rounding(state) ** 0.5 + (prior.product_tolerance * prior.num_data) ** 0.5
-    if not bool((left >= -slack).all()):
-        worst = float(left.min()) if bool(torch.isfinite(left).all()) else float("nan")
-        found["variance"] = f"variances between zero and the prior's, but one is {worst:.1e} times the prior's"
     return found
+
+
+def _variance(state: State, at: AtInputs) -> dict[str, str]:
+    prior = state.problem.prior
+    variance = at.covariance.diagonal(dim1=1, dim2=2).flatten()  # (b·C,)
+    half = state.factor.half_solve(at.cross.flatten(0, 1).T)  # (B, b·C)
+    left = 1 - half.square().sum(0) / variance.clamp_min(1e-300)  # of the prior variance
+    slack = _rounding(state) ** 0.5 + (prior.product_tolerance * prior.num_data) ** 0.5
+    if bool((left >= -slack).all()):
+        return {}
+    worst = float(left.nan_to_num(nan=-torch.inf).min())
+    return {"variance": f"variances between zero and the prior's, but one is {worst:.1e} times the prior's"}
 
 
 def _small_matrices(state: State, variance: Tensor, generator: torch.Generator) -> dict[str, str]:
@@ -182,6 +193,8 @@ def _small_matrices(state: State, variance: Tensor, generator: torch.Generator) 
             found[name] = f"symmetric small matrices, but one is off by {skew:.1e}"
     if not found and not _is_positive_definite(state):
         found["matrix"] = "a matrix M that is positive definite up to rounding, but it is not"
+    if not found and not _is_solved(state, z):
+        found["matrix"] = "M⁻¹ to undo M, but what is kept of it does not"
     return found
 
 
@@ -197,6 +210,15 @@ def _is_positive_definite(state: State) -> bool:
     scaled = matrix * scale[:, None] * scale
     scaled.diagonal().add_(MARGIN * len(matrix) * torch.finfo(torch.float64).eps)
     return int(torch.linalg.cholesky_ex(scaled)[1]) == 0
+
+
+def _is_solved(state: State, z: Tensor) -> bool:
+    """M M⁻¹z = z, both scaled to a unit diagonal: to rounding, and to the jitter that a factor may have needed."""
+    scale = state.factor.scale[:, None]
+    solved = state.factor.solve(z / scale)
+    again = scale * ((state.gram + state.noise_gram) @ solved + state.rounding * solved)
+    error = torch.linalg.vector_norm(again - z, dim=0)
+    return bool((error <= 1e-6 * torch.linalg.vector_norm(solved / scale, dim=0) + 1e-9 * z.norm()).all())
 
 
 def _point(state: State, prior_variance: Tensor) -> dict[str, str]:
@@ -217,7 +239,7 @@ def _point(state: State, prior_variance: Tensor) -> dict[str, str]:
         if not float((stored - direct).abs().max()) <= allowed * scale[name] + 1e-12:
             return {"point": f"Newton's point to follow from its coefficients, but its {name} does not"}
     if not torch.equal(state.latent, state.problem.latent(iterate.offset)):
-        return {"point": "latent values to be those of Newton's point, but they are others"}
+        return {"latent": "latent values to be those of Newton's point, but they are others"}
     return {}
 
 
@@ -245,6 +267,10 @@ def _point_of(state: State) -> Iterate:
     if anchor is not None:
         offset = offset + iterate.anchor_share * anchor.offset
     return replace(iterate, representer_weights=state.buffer.actions.combine(w)[:, 0], offset=offset)
+
+
+def _finite(*tensors: Tensor) -> bool:
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
 
 
 def _vectors(iterate: Iterate) -> tuple[Tensor, Tensor, Tensor]:

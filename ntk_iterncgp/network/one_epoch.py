@@ -80,6 +80,8 @@ def refine_clusters(
     )
     if budget.epochs is not None:
         budget = replace(budget, epochs=progress.epochs + budget.epochs)
+    trace = float(progress.curvature_diagonal.sum())
+    checked_passes(progress.clusters, trace, network, settings, visit=False)
     return _spend(progress, network, settings, budget, None, progress_bar)
 
 
