@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ntk_iterncgp.gp_checks import checked_kernels, checked_likelihood, checked_mean, choose_kronecker
+from ntk_iterncgp.gp_checks import check_memory, checked_kernels, checked_likelihood, checked_mean, choose_kronecker
 from ntk_iterncgp.hyperparameters import OptimizationReport, maximise_elbo
 from ntk_iterncgp.kernels import METHODS, Kernel
 from ntk_iterncgp.likelihoods import Likelihood
@@ -132,6 +132,7 @@ class NonConjugateGP:
         for kernel in self.kernels:
             kernel.diagonal(inputs[:1])  # checks the dimension
         problem = Problem(prior, self.likelihood, targets)
+        check_memory(problem, self._capacity(problem), self.options.max_rank, self.kronecker, self.chunk_bytes)
         state = initial_state(problem, seed=self.seed, capacity=self._capacity(problem), kronecker=self.kronecker)
         run = newton(state, self.policy, self.stopping, self.options)
         state, report = drive(
@@ -183,6 +184,10 @@ class NonConjugateGP:
     ) -> NonConjugateGP:
         """Spend more products from where the fit stopped: first on the mean, then on the variance."""
         state, report = self.posterior_.state, self.report_
+        max_products = whole_number("max_products", max_products, at_least=1)
+        columns = state.buffer.actions.factor.size + self._capacity(state.problem, max_products)
+        columns = int(2.5 * columns)  # as they grow by half, into another place
+        check_memory(state.problem, columns, self.options.max_rank, self.kronecker, self.chunk_bytes)
         run = refine(state, self.policy, replace(self.stopping, max_products=max_products), self.options)
         state, new_report = drive(
             run,
@@ -309,11 +314,12 @@ class NonConjugateGP:
 
     # --- sizes ----------------------------------------------------------------------------------------------------
 
-    def _capacity(self, problem: Problem) -> int:
+    def _capacity(self, problem: Problem, max_products: int | None = None) -> int:
         """Room for the columns that the budget can fill, so that buffers are not copied as they grow."""
+        max_products = self.stopping.max_products if max_products is None else max_products
         if self.kronecker:
-            return min(problem.prior.num_data, self.stopping.max_products * problem.prior.num_outputs)
-        budget = min(self.stopping.max_products, problem.curvature_rank)
+            return min(problem.prior.num_data, max_products * problem.prior.num_outputs)
+        budget = min(max_products, problem.curvature_rank)
         return (
             budget
             if self.options.max_rank is None

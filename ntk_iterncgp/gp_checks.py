@@ -9,9 +9,13 @@ from torch import Tensor
 
 from ntk_iterncgp.kernels import Kernel
 from ntk_iterncgp.likelihoods import Likelihood
-from ntk_iterncgp.solver import Policy
+from ntk_iterncgp.memory import available_bytes, require_memory
+from ntk_iterncgp.solver import Policy, Problem
 
 ACTIONS = ("auto", "joint", "kronecker")
+WORKSPACE_BYTES = 32 * 2**20  # what PyTorch takes beside the arrays counted here
+VECTORS = 48  # over the data, in float64: Newton's point and the trials of a line search, blocks of random probes
+SMALL_MATRICES = 10  # B×B at once, in float64
 
 
 def checked_likelihood(likelihood: Likelihood) -> Likelihood:
@@ -79,3 +83,21 @@ def choose_kronecker(
                 f"got {max_rank}. Raise it, or use actions='joint'."
             )
     return actions == "kronecker"
+
+
+def check_memory(problem: Problem, columns: int, max_rank: int | None, kronecker: bool, chunk_bytes: int) -> None:
+    """Refuse, before it starts, a run that takes more memory than can be had."""
+    advice = "Use fewer products (max_products), keep fewer actions (max_rank), or use float32 inputs."
+    needed = needed_bytes(problem, columns, max_rank, kronecker, chunk_bytes)
+    require_memory(needed, available_bytes(problem.prior.device), advice)
+
+
+def needed_bytes(problem: Problem, columns: int, max_rank: int | None, kronecker: bool, chunk_bytes: int) -> int:
+    """S and T with room for `columns` stored columns each, of which a compressed copy is made where there is a
+    `max_rank`; vectors, small matrices and one block of the kernel matrix."""
+    prior, contrasts = problem.prior, problem.likelihood.curvature_rank if kronecker else 1
+    rows = prior.num_data * (1 if kronecker else prior.num_outputs)
+    copied = 0 if max_rank is None else min(columns, max_rank // contrasts)
+    stored = 2 * (columns + copied) * rows * torch.empty(0, dtype=prior.dtype).element_size()
+    rank = columns * contrasts if max_rank is None else min(columns * contrasts, 2 * max_rank)
+    return stored + VECTORS * 8 * problem.num_rows + SMALL_MATRICES * 8 * rank**2 + chunk_bytes + WORKSPACE_BYTES

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ntk_iterncgp.priors.jacobian import Rows
 from ntk_iterncgp.self_check import SelfCheckError, refusal
-from ntk_iterncgp.weight_posterior import WeightPosterior
+from ntk_iterncgp.weight_posterior import SLICE_ROWS, WeightPosterior
 
 MARGIN = 500.0  # in units of rounding: a network amplifies it, and other batches are summed in another order
 FLOOR = 1e-10  # what is asked of float64
@@ -51,7 +51,7 @@ def _sizes(posterior: WeightPosterior, prior_precision: Tensor, noise_scale: Ten
         value = getattr(posterior, name)
         if tuple(value.shape) != shape:
             yield f"{name} of shape {shape}, but got {tuple(value.shape)}"
-        elif not bool(torch.isfinite(value).all()):
+        elif not all(bool(torch.isfinite(part).all()) for part in value.split(SLICE_ROWS)):  # no copy of the images
             yield f"finite numbers in {name}, but it holds NaN or infinity"
     if bool((posterior.curvature_diagonal < 0).any()):
         yield "a curvature of the weights that is nowhere negative, but it is"

@@ -68,7 +68,7 @@ def refine_by_products(
 ) -> NetworkFit:
     """More products from where the last run stopped."""
     state = _with_data(fitted.progress, network)
-    products = 10**9 if budget.epochs is None else max(1, round(budget.epochs / PRODUCT_EPOCHS))
+    products = 10**9 if budget.epochs is None else max(1, round(min(budget.epochs, 1e9) / PRODUCT_EPOCHS))
     left = state.problem.curvature_rank - state.buffer.size
     stopping = replace(settings.stopping, max_products=max(1, min(products, left)))
     run = _run(state, replace(settings, stopping=stopping), go_on=True)
