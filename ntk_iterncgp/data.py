@@ -24,6 +24,8 @@ from torch.utils.data import (
     default_collate,
 )
 
+from ntk_iterncgp.threads import together
+
 Inputs = Any  # a tensor, or a mapping of tensors and other things
 
 
@@ -161,13 +163,18 @@ def to_device(x: Inputs, device: torch.device) -> Inputs:
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """The model in eval mode; each module's own train/eval flag comes back afterwards, whatever happens."""
-    flags = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
+
+    def enter() -> list[tuple[nn.Module, bool]]:
+        flags = [(module, module.training) for module in model.modules()]
+        model.eval()
+        return flags
+
+    def leave(flags: list[tuple[nn.Module, bool]]) -> None:
         for module, training in flags:
             module.training = training
+
+    with together(model, enter, leave):
+        yield
 
 
 def probe(model: nn.Module, forward: Callable[[Inputs], Tensor], data: FixedOrderData) -> None:

@@ -15,7 +15,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ntk_iterncgp.gp_checks import check_memory, checked_kernels, checked_likelihood, checked_mean, choose_kronecker
+from ntk_iterncgp.gp_checks import (
+    check_memory,
+    checked_device,
+    checked_dtype,
+    checked_inputs,
+    checked_kernels,
+    checked_likelihood,
+    checked_mean,
+    checked_targets,
+    choose_kronecker,
+)
 from ntk_iterncgp.hyperparameters import OptimizationReport, maximise_elbo
 from ntk_iterncgp.kernels import METHODS, Kernel
 from ntk_iterncgp.likelihoods import Likelihood
@@ -102,7 +112,7 @@ class NonConjugateGP:
         self.product_method, self.product_tolerance = product_method, product_tolerance
         self.chunk_bytes = whole_number("chunk_bytes", chunk_bytes, at_least=1)
         self.seed = whole_number("seed", seed, at_least=0)
-        self.dtype, self.device = dtype, device
+        self.dtype, self.device = checked_dtype(dtype), checked_device(device)
         self._posterior: Posterior | None = None
         self._report: FitReport | None = None
         self.optimization_: OptimizationReport | None = None  # how `optimize` went
@@ -120,7 +130,7 @@ class NonConjugateGP:
     ) -> NonConjugateGP:
         """Infer the posterior from inputs X (N, d) and targets y. `callback` sees each state of the solver."""
         inputs = self._checked_inputs(X, "X").detach().clone()  # what the caller does to X later changes nothing here
-        targets = self._checked_targets(y, inputs).clone()
+        targets = checked_targets(y, inputs, self.likelihood).clone()
         prior = GramPrior(
             self.kernels,
             inputs,
@@ -267,44 +277,7 @@ class NonConjugateGP:
     # --- checks ---------------------------------------------------------------------------------------------------
 
     def _checked_inputs(self, X: Tensor, name: str, *, new: bool = False) -> Tensor:
-        X = torch.as_tensor(X, device=self.device)
-        if self.dtype is not None:
-            X = X.to(self.dtype)
-        if X.ndim != 2:
-            raise ValueError(
-                f"{name} expects shape (N, d), one row per input, but got {tuple(X.shape)}. "
-                f"Reshape it, for instance {name}[:, None] for one-dimensional inputs."
-            )
-        if not X.is_floating_point():
-            raise TypeError(f"{name} expects floating-point inputs, but got {X.dtype}. Convert it, or set dtype.")
-        if X.numel() == 0 and not (new and X.shape[0] == 0):
-            raise ValueError(
-                f"{name} expects at least one input with at least one dimension, but got {tuple(X.shape)}."
-            )
-        if not bool(torch.isfinite(X).all()):
-            bad = int((~torch.isfinite(X)).any(1).sum())
-            raise ValueError(f"{name} expects finite numbers, but {bad} of its rows hold NaN or infinity. Remove them.")
-        if new:
-            trained = self._trained_inputs
-            if X.shape[1] != trained.shape[1]:
-                raise ValueError(
-                    f"{name} expects {trained.shape[1]} dimensions, as the training inputs, but got {X.shape[1]}."
-                )
-            if X.dtype != trained.dtype or X.device != trained.device:
-                raise TypeError(
-                    f"{name} expects {trained.dtype} on {trained.device}, as the training inputs, but got {X.dtype} on "
-                    f"{X.device}. Convert it, or set dtype and device when making the GP."
-                )
-        return X
-
-    def _checked_targets(self, y: Tensor, inputs: Tensor) -> Tensor:
-        y = torch.as_tensor(y, device=inputs.device)
-        if y.ndim == 0 or len(y) != len(inputs):
-            got = "a single number" if y.ndim == 0 else f"{len(y)}"
-            raise ValueError(f"y expects one target for each of the {len(inputs)} rows of X, but got {got}.")
-        if y.is_complex() or (y.is_floating_point() and not bool(torch.isfinite(y).all())):
-            raise ValueError("y expects finite real numbers, but holds NaN, infinity or complex numbers. Remove them.")
-        return self.likelihood.check_targets(y)
+        return checked_inputs(X, name, self.dtype, self.device, trained=self._trained_inputs if new else None)
 
     @property
     def _trained_inputs(self) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ def checked_kernels(kernel: Kernel | Sequence[Kernel], likelihood: Likelihood) -
 
 
 def checked_mean(mean: float | Sequence[float] | Tensor, likelihood: Likelihood) -> Tensor:  # (C,)
-    values = torch.as_tensor(mean, dtype=torch.float64)
+    values = as_tensor(mean, "mean", None).double()
     if values.ndim > 1 or (values.ndim == 1 and len(values) != likelihood.num_outputs):
         raise ValueError(
             f"mean expects one number, or one for each of the {likelihood.num_outputs} output(s), "
@@ -54,6 +55,80 @@ def checked_mean(mean: float | Sequence[float] | Tensor, likelihood: Likelihood)
     if not bool(torch.isfinite(values).all()):
         raise ValueError("mean expects finite numbers, but got NaN or infinity.")
     return values.expand(likelihood.num_outputs).clone()
+
+
+def as_tensor(value: Any, name: str, device: torch.device | None) -> Tensor:
+    """Whatever can be read as a tensor of numbers."""
+    try:
+        tensor = torch.as_tensor(value, device=device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        if isinstance(value, Tensor):  # the device is full, or gone
+            raise
+        raise TypeError(f"{name} expects a tensor of numbers, but got {type(value).__name__}.") from error
+    if tensor.is_complex():
+        raise ValueError(f"{name} expects finite real numbers, but holds NaN, infinity or complex numbers. Remove them.")
+    return tensor
+
+
+def checked_inputs(
+    X: Any, name: str, dtype: torch.dtype | None, device: torch.device | None, *, trained: Tensor | None = None
+) -> Tensor:  # (N, d)
+    """Inputs to fit to; or, given those, new ones, of which there may be none."""
+    X = as_tensor(X, name, device)
+    if dtype is not None:
+        X = X.to(dtype)
+    if X.ndim != 2:
+        raise ValueError(
+            f"{name} expects shape (N, d), one row per input, but got {tuple(X.shape)}. "
+            f"Reshape it, for instance {name}[:, None] for one-dimensional inputs."
+        )
+    if not X.is_floating_point():
+        raise TypeError(f"{name} expects floating-point inputs, but got {X.dtype}. Convert it, or set dtype.")
+    if X.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"{name} expects float32 or float64, but got {X.dtype}. Convert it, or set dtype.")
+    if X.numel() == 0 and not (trained is not None and X.shape[0] == 0):
+        raise ValueError(f"{name} expects at least one input with at least one dimension, but got {tuple(X.shape)}.")
+    if not bool(torch.isfinite(X).all()):
+        bad = int((~torch.isfinite(X)).any(1).sum())
+        raise ValueError(f"{name} expects finite numbers, but {bad} of its rows hold NaN or infinity. Remove them.")
+    if trained is None:
+        return X
+    if X.shape[1] != trained.shape[1]:
+        raise ValueError(f"{name} expects {trained.shape[1]} dimensions, as the training inputs, but got {X.shape[1]}.")
+    if X.dtype != trained.dtype or X.device != trained.device:
+        raise TypeError(
+            f"{name} expects {trained.dtype} on {trained.device}, as the training inputs, but got {X.dtype} on "
+            f"{X.device}. Convert it, or set dtype and device when making the GP."
+        )
+    return X
+
+
+def checked_targets(y: Any, inputs: Tensor, likelihood: Likelihood) -> Tensor:
+    y = as_tensor(y, "y", inputs.device)
+    if y.ndim == 0 or len(y) != len(inputs):
+        got = "a single number" if y.ndim == 0 else f"{len(y)}"
+        raise ValueError(f"y expects one target for each of the {len(inputs)} rows of X, but got {got}.")
+    if y.is_floating_point() and not bool(torch.isfinite(y).all()):
+        raise ValueError("y expects finite real numbers, but holds NaN, infinity or complex numbers. Remove them.")
+    return likelihood.check_targets(y)
+
+
+def checked_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
+    if dtype not in (None, torch.float32, torch.float64):
+        raise ValueError(f"dtype expects None, torch.float32 or torch.float64, but got {dtype!r}.")
+    return dtype
+
+
+def checked_device(device: torch.device | str | None) -> torch.device | None:
+    """A device that is there."""
+    if device is None:
+        return None
+    try:
+        return torch.zeros((), device=device).device
+    except (AssertionError, RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            f"device expects None or a device of this machine, such as 'cpu' or 'cuda:0', but got {device!r}."
+        ) from error
 
 
 def choose_kronecker(

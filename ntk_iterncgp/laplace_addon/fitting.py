@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ntk_iterncgp.data import FixedOrderData, Inputs, evaluating
+from ntk_iterncgp.laplace_addon.checks import check_hyperparameters
 from ntk_iterncgp.laplace_addon.saving import fingerprint, flatten, same_fingerprint
 from ntk_iterncgp.network import (
     CLUSTERS,
@@ -79,6 +80,9 @@ class FittedNetwork(BaseFunctionalLaplace):
                 "hessian_structure='iterncgp' expects the likelihood 'classification' or 'regression', but got "
                 f"{likelihood!r}."
             )
+        check_hyperparameters(
+            prior_precision=prior_precision, prior_mean=prior_mean, sigma_noise=sigma_noise, temperature=temperature
+        )
         if mean not in MEANS:
             raise ValueError(f"mean expects 'network' or 'refined', but got {mean!r}.")
         if policy is None:
@@ -100,7 +104,7 @@ class FittedNetwork(BaseFunctionalLaplace):
         num_actions = whole_number("num_actions", num_actions, at_least=1)
         max_products = num_actions
         if max_epochs is not None:
-            max_products = max(1, min(num_actions, int((max_epochs - 1 / 3) / PRODUCT_EPOCHS)))
+            max_products = max(1, int(min(num_actions, (max_epochs - 1 / 3) / PRODUCT_EPOCHS)))
         self.settings = NetworkSettings(
             mean=mean,
             policy=None if in_groups else resolve_policy(policy),
@@ -113,8 +117,8 @@ class FittedNetwork(BaseFunctionalLaplace):
                 newton_tol=newton_tol,
             ),
             options=NewtonOptions(max_rank, compression),
-            chunk_bytes=chunk_bytes,
-            seed=seed,
+            chunk_bytes=whole_number("chunk_bytes", chunk_bytes, at_least=1),
+            seed=whole_number("seed", seed, at_least=0),
         )
         self._fitted = False
         super().__init__(
@@ -194,6 +198,12 @@ class FittedNetwork(BaseFunctionalLaplace):
 
     def _network(self, loader: DataLoader) -> LinearisedNetwork:
         jacobian, data = self._open(loader)
+        check_hyperparameters(  # again, since they may have been set
+            prior_precision=self.prior_precision,
+            prior_mean=self.prior_mean,
+            sigma_noise=self.sigma_noise,
+            temperature=self.temperature,
+        )
         return LinearisedNetwork(
             jacobian,
             data,

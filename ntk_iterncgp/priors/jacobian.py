@@ -17,7 +17,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from torch.func import functional_call, jacrev, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ntk_iterncgp.data import Inputs, slice_rows
+from ntk_iterncgp.threads import exclusively, together
 
 JVP_COLUMNS, JVP_BYTES = 8, 2 * 2**20
 """How many tangents share a primal pass: up to 8, while as many copies of a batch of inputs fit in 2 MiB. Beyond that
@@ -144,7 +145,8 @@ class Jacobian(NetworkJacobian):
         """The model's outputs as (b, C); a regression model may return (b,)."""
         values = self.params if params is None else params
         named = {alias: values[name] for name, aliases in self._aliases.items() for alias in aliases}
-        return as_outputs(functional_call(self.model, named, (x,), tie_weights=False))
+        with exclusively(self.model):
+            return as_outputs(functional_call(self.model, named, (x,), tie_weights=False))
 
     # --- products on a batch --------------------------------------------------------------------------------------
 
@@ -322,10 +324,16 @@ def _tangents_at_once(x: Inputs) -> int:
 @contextmanager
 def _differentiable_attention() -> Iterator[None]:
     """Fused attention kernels have no forward-mode derivative; the plain formula has."""
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast_path)
+
+    def enter() -> tuple[bool, ExitStack]:
+        fast_path, stack = torch.backends.mha.get_fastpath_enabled(), ExitStack()
+        torch.backends.mha.set_fastpath_enabled(False)
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        return fast_path, stack
+
+    def leave(before: tuple[bool, ExitStack]) -> None:
+        before[1].close()
+        torch.backends.mha.set_fastpath_enabled(before[0])
+
+    with together(torch.backends.mha, enter, leave):
+        yield

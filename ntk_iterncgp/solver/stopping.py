@@ -55,5 +55,6 @@ class Stopping:
         for name in ("max_products", "products_per_step", "max_newton_steps"):
             object.__setattr__(self, name, whole_number(name, getattr(self, name), at_least=1))
         for name in ("newton_tol", "residual_tol"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} expects a number of at least 0, but got {getattr(self, name)!r}.")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+                raise ValueError(f"{name} expects a number of at least 0, but got {value!r}.")
