@@ -66,7 +66,7 @@ def as_tensor(value: Any, name: str, device: torch.device | None) -> Tensor:
             raise
         raise TypeError(f"{name} expects a tensor of numbers, but got {type(value).__name__}.") from error
     if tensor.is_complex():
-        raise ValueError(f"{name} expects finite real numbers, but holds NaN, infinity or complex numbers. Remove them.")
+        raise ValueError(f"{name} expects finite real numbers, but holds NaN, infinity or complex numbers.")
     return tensor
 
 
