@@ -85,8 +85,11 @@ def one_round(folder: Path) -> Iterator[Tensor]:
         other.load_state_dict(weights)
         loaded = Laplace(other, "classification", subset, "iterncgp", **about)
         loaded.load_state_dict(state)
-        if not torch.equal(loaded(X[:50], link_approx="quasi"), before):
-            raise AssertionError(f"A loaded posterior is expected to predict as the saved one, but '{file}' does not.")
+        saved, found = la.posterior.to_dict(), loaded.posterior.to_dict()
+        same = all(torch.equal(found[name], value) for name, value in saved.items() if isinstance(value, Tensor))
+        # Not bit for bit: products with columns that lie elsewhere in memory are summed in another order.
+        if not same or not torch.allclose(loaded(X[:50], link_approx="quasi"), before, rtol=1e-3, atol=1e-5):
+            raise AssertionError(f"A loaded posterior is expected to be the saved one, but '{file}' is another.")
         yield before
 
 

@@ -7,6 +7,7 @@ from ntk_iterncgp import kernels, likelihoods
 from ntk_iterncgp.gp import NonConjugateGP
 from ntk_iterncgp.laplace_addon import IterNCGPAllLaplace, IterNCGPLastLayerLaplace
 from ntk_iterncgp.posterior import Evidence
+from ntk_iterncgp.self_check import SelfCheckError
 from ntk_iterncgp.solver.report import FitReport
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "IterNCGPAllLaplace",
     "IterNCGPLastLayerLaplace",
     "NonConjugateGP",
+    "SelfCheckError",
     "kernels",
     "likelihoods",
 ]

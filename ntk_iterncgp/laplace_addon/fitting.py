@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator
 
@@ -204,6 +205,12 @@ class FittedNetwork(BaseFunctionalLaplace):
             sigma_noise=self.sigma_noise,
             temperature=self.temperature,
         )
+        noise_scale = float(self._noise_scale.detach())
+        if not (math.isfinite(noise_scale) and noise_scale > 0):
+            raise ValueError(
+                f"sigma_noise² · temperature is expected to be a positive number of {self._dtype}, but it is "
+                f"{noise_scale}. Scale the targets, or use float64."
+            )
         return LinearisedNetwork(
             jacobian,
             data,

@@ -177,7 +177,8 @@ def _next_pass(clusters: Clusters, network: LinearisedNetwork, settings: Network
     else:
         like = torch.empty(0, dtype=network.jacobian.dtype, device=network.jacobian.device)
         directions = clusters.directions(settings.cotangents)
-        target = clusters.new_pass(directions, settings.num_actions, like, network.jacobian.num_params)
+        num_groups = min(settings.num_actions, len(clusters.outputs))
+        target = clusters.new_pass(directions, num_groups, like, network.jacobian.num_params)
         clusters.passes.append(target)
     return clusters.passes[-1]
 

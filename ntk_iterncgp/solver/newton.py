@@ -96,9 +96,11 @@ def newton(
             return state, Status.DIVERGED
         solved = state.relative_residual <= max(10 * stopping.newton_tol, 1e-4) or not options.damped
         converged = solved and _is_close(iterate, state.iterate, stopping.newton_tol)
-        before = state.iterate
+        before, last = state.iterate, state
         state = replace(state, newton_step=state.newton_step + 1)
         state = virtual_solver_run(state, iterate, max_rank=options.max_rank, compression=options.compression)
+        if not damped and not _is_finite(state):
+            return last, Status.DIVERGED
         yield state  # line 6: the noise at the new point, for the actions there are
         if quadratic or (stopping.spend_all and inner_status is Status.EXHAUSTED):
             return state, inner_status
@@ -151,6 +153,11 @@ def ascend(state: State) -> Iterate:
         if not moved:
             break
     return iterate
+
+
+def _is_finite(state: State) -> bool:
+    """Whether the linear system at a point can be written down: a finite log p does not make its curvature finite."""
+    return bool(torch.isfinite(state.noise_gram).all()) and math.isfinite(state.relative_residual)
 
 
 def _is_close(new: Iterate, old: Iterate, tolerance: float) -> bool:
