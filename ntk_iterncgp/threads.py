@@ -14,8 +14,16 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import nn
+from torch.backends import cuda, mha
 
 T = TypeVar("T")
+
+ATTENTION = {
+    "math": (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    "flash": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    "mem_efficient": (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    "cudnn": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+}  # the ways to compute attention, on any device, and their switches
 
 _lock = threading.RLock()
 _inside: dict[int, tuple[int, Any]] = {}  # how many are inside, and what to put back
@@ -43,3 +51,23 @@ def exclusively(model: nn.Module) -> threading.RLock:
     """A lock to hold while the weights of a model are exchanged."""
     with _lock:
         return _models.setdefault(model, threading.RLock())
+
+
+@contextmanager
+def plain_attention() -> Iterator[None]:
+    """Fused attention kernels have no forward-mode derivative; the plain formula has."""
+
+    def enter() -> tuple[bool, ...]:
+        before = (mha.get_fastpath_enabled(), *(enabled() for enabled, _ in ATTENTION.values()))
+        mha.set_fastpath_enabled(False)
+        for name, (_, enable) in ATTENTION.items():
+            enable(name == "math")
+        return before
+
+    def leave(before: tuple[bool, ...]) -> None:
+        mha.set_fastpath_enabled(before[0])
+        for (_, enable), value in zip(ATTENTION.values(), before[1:], strict=True):
+            enable(value)
+
+    with together(ATTENTION, enter, leave):  # and not `sdpa_kernel`, which the thread that entered it must leave
+        yield

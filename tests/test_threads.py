@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ntk_iterncgp import NonConjugateGP, kernels, likelihoods
 from ntk_iterncgp.data import evaluating
-from ntk_iterncgp.priors.jacobian import _differentiable_attention
-from ntk_iterncgp.threads import together
+from ntk_iterncgp.threads import plain_attention, together
 from tests.clusters_helpers import joint_variance, make_net
 from tests.network_cases import untouched
 
@@ -124,7 +123,7 @@ def test_eval_mode_lasts_until_the_last_has_gone(order: str) -> None:
 
 
 def test_the_plain_attention_lasts_until_the_last_has_gone() -> None:
-    contexts = [_differentiable_attention(), _differentiable_attention()]
+    contexts = [plain_attention(), plain_attention()]
     for context in contexts:
         context.__enter__()
     for context in contexts:

@@ -17,15 +17,13 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, jvp, vjp, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ntk_iterncgp.data import Inputs, slice_rows
-from ntk_iterncgp.threads import exclusively, together
+from ntk_iterncgp.threads import exclusively, plain_attention
 
 JVP_COLUMNS, JVP_BYTES = 8, 2 * 2**20
 """How many tangents share a primal pass: up to 8, while as many copies of a batch of inputs fit in 2 MiB. Beyond that
@@ -153,7 +151,7 @@ class Jacobian(NetworkJacobian):
     def vjp(self, x: Inputs, cotangents: Tensor) -> Tensor:  # (b, C, k) -> (P, k)
         """JᵀV summed over a batch."""
         leaves = {name: value.requires_grad_() for name, value in self._fresh().items()}
-        with torch.enable_grad(), _differentiable_attention():
+        with torch.enable_grad(), plain_attention():
             outputs = self.forward(x, leaves)
             columns = []
             for j in range(cotangents.shape[2]):
@@ -173,7 +171,7 @@ class Jacobian(NetworkJacobian):
         def push(tangent: Tensor) -> Tensor:
             return jvp(lambda p: self.forward(x, p), (self.params,), (self._unflatten(tangent),))[1]
 
-        with torch.no_grad(), _differentiable_attention():
+        with torch.no_grad(), plain_attention():
             try:
                 parts = []
                 for block in tangents.split(_tangents_at_once(x), 1):
@@ -209,7 +207,7 @@ class Jacobian(NetworkJacobian):
             blocks = jacrev(outputs)(self.params)
             return torch.cat([blocks[name].flatten(1) for name in self.params], 1)
 
-        with _differentiable_attention():
+        with plain_attention():
             return DenseRows(self.forward(x), self._each(jacobian, x, num_rows))
 
     def vjp_each(self, x: Inputs, cotangents: Tensor) -> Tensor:  # (b, C, k) -> (b, k, P)
@@ -217,7 +215,7 @@ class Jacobian(NetworkJacobian):
             pulled = vmap(vjp(outputs, self.params)[1], in_dims=1)(block)[0]
             return torch.cat([pulled[name].flatten(1) for name in self.params], 1)
 
-        with torch.no_grad(), _differentiable_attention():
+        with torch.no_grad(), plain_attention():
             return self._each(pull_back, x, len(cotangents), cotangents)
 
     def _each(self, compute: Callable[..., Tensor], x: Inputs, num_rows: int, *extra: Tensor) -> Tensor:
@@ -319,21 +317,3 @@ def _tangents_at_once(x: Inputs) -> int:
     tensors = [value for value in (x.values() if isinstance(x, Mapping) else [x]) if isinstance(value, Tensor)]
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     return max(1, min(JVP_COLUMNS, JVP_BYTES // max(1, size)))
-
-
-@contextmanager
-def _differentiable_attention() -> Iterator[None]:
-    """Fused attention kernels have no forward-mode derivative; the plain formula has."""
-
-    def enter() -> tuple[bool, ExitStack]:
-        fast_path, stack = torch.backends.mha.get_fastpath_enabled(), ExitStack()
-        torch.backends.mha.set_fastpath_enabled(False)
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        return fast_path, stack
-
-    def leave(before: tuple[bool, ExitStack]) -> None:
-        before[1].close()
-        torch.backends.mha.set_fastpath_enabled(before[0])
-
-    with together(torch.backends.mha, enter, leave):
-        yield
