@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from ntk_iterncgp.threads import together
+from ntk_iterncgp.threads import enter_eval_mode, leave_eval_mode, together
 
 Inputs = Any  # a tensor, or a mapping of tensors and other things
 
@@ -67,13 +68,13 @@ class FixedOrderData:
                     f"A batch that is a mapping is expected to hold targets under {self.dict_key_y!r} (dict_key_y), "
                     f"but this one has the keys {sorted(map(str, batch))}. Set dict_key_y to the right one."
                 )
-            return to_device(batch, self.device), batch[self.dict_key_y].to(self.device)
+            return to_device(batch, self.device), to_device(batch[self.dict_key_y], self.device)
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise ValueError(
                 f"Each batch is expected to be a pair (x, y) or a mapping, but got {type(batch).__name__}"
                 f"{f' of length {len(batch)}' if isinstance(batch, (tuple, list)) else ''}."
             )
-        return to_device(batch[0], self.device), batch[1].to(self.device)
+        return to_device(batch[0], self.device), to_device(batch[1], self.device)
 
     @property
     def num_items(self) -> int | None:
@@ -152,28 +153,23 @@ def _rebuilt(like: Inputs, items: dict[Any, Any]) -> Inputs:
 
 
 def to_device(x: Inputs, device: torch.device) -> Inputs:
-    if isinstance(x, Tensor):
-        return x.to(device)
+    """The inputs where the model is; as in training, data may come from another device."""
     if isinstance(x, Mapping):
-        moved = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in x.items()}
-        return _rebuilt(x, moved)
-    return x
+        return _rebuilt(x, {key: to_device(value, device) for key, value in x.items()})
+    if not isinstance(x, Tensor):
+        return x
+    if x.is_meta and device.type != "meta":
+        raise ValueError(
+            f"Expected data with values, to be moved to the model's device {device}, but got a tensor on the meta "
+            "device, which holds a shape and no values. Load the data on a real device."
+        )
+    return x.to(device)
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """The model in eval mode; each module's own train/eval flag comes back afterwards, whatever happens."""
-
-    def enter() -> list[tuple[nn.Module, bool]]:
-        flags = [(module, module.training) for module in model.modules()]
-        model.eval()
-        return flags
-
-    def leave(flags: list[tuple[nn.Module, bool]]) -> None:
-        for module, training in flags:
-            module.training = training
-
-    with together(model, enter, leave):
+    with together(model, partial(enter_eval_mode, model), leave_eval_mode):
         yield
 
 

@@ -2,7 +2,8 @@
 
 Putting a model in eval mode and back, or switching a backend of PyTorch, changes something that all threads see: the
 first to come sets it, and the last to go puts it back (`together`). A forward pass with exchanged weights puts them
-into the model for its duration: one at a time for each model (`exclusively`).
+into the model for its duration: one at a time for each model (`exclusively`). And PyTorch's forward mode has one level
+of tangents for the whole process, which whoever leaves it clears for all: one at a time (`FORWARD_MODE`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ ATTENTION = {
     "cudnn": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
 }  # the ways to compute attention, on any device, and their switches
 
+FORWARD_MODE = threading.RLock()
+
 _lock = threading.RLock()
 _inside: dict[int, tuple[int, Any]] = {}  # how many are inside, and what to put back
 _models: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
@@ -45,6 +48,18 @@ def together(thing: object, enter: Callable[[], T], leave: Callable[[T], object]
                 leave(kept)
             else:
                 _inside[id(thing)] = (users - 1, kept)
+
+
+def enter_eval_mode(model: nn.Module) -> list[tuple[nn.Module, bool]]:
+    """Returns each module's own flag as it was."""
+    flags = [(module, module.training) for module in model.modules()]
+    model.eval()
+    return flags
+
+
+def leave_eval_mode(flags: list[tuple[nn.Module, bool]]) -> None:
+    for module, training in flags:
+        module.training = training
 
 
 def exclusively(model: nn.Module) -> threading.RLock:
