@@ -45,7 +45,7 @@ from ntk_iterncgp.solver import (
     resolve_policy,
 )
 from ntk_iterncgp.solver.report import Callback, FitReport, drive
-from ntk_iterncgp.solver.stopping import whole_number
+from ntk_iterncgp.solver.stopping import seed_number, share, whole_number
 
 MAX_KRONECKER_RANK = 3000  # beyond this the B×B algebra takes longer than it saves in products
 
@@ -101,7 +101,11 @@ class NonConjugateGP:
         self.mean = checked_mean(mean, likelihood)
         self.policy = resolve_policy(policy)
         self.stopping = Stopping(
-            max_products, products_per_step, max_newton_steps, newton_tol, residual_tol=min(1e-5, 1e-3 * newton_tol)
+            max_products,
+            products_per_step,
+            max_newton_steps,
+            newton_tol,
+            residual_tol=min(1e-5, 1e-3 * share("newton_tol", newton_tol)),
         )
         self.options = NewtonOptions(max_rank, compression, damped)
         self.kronecker = choose_kronecker(actions, policy, likelihood, self.kernels, max_rank)
@@ -111,7 +115,7 @@ class NonConjugateGP:
             raise ValueError(f"product_method expects one of {', '.join(map(repr, METHODS))}, got {product_method!r}.")
         self.product_method, self.product_tolerance = product_method, product_tolerance
         self.chunk_bytes = whole_number("chunk_bytes", chunk_bytes, at_least=1)
-        self.seed = whole_number("seed", seed, at_least=0)
+        self.seed = seed_number(seed)
         self.dtype, self.device = checked_dtype(dtype), checked_device(device)
         self._posterior: Posterior | None = None
         self._report: FitReport | None = None

@@ -32,7 +32,7 @@ from ntk_iterncgp.priors.jacobian import NetworkJacobian
 from ntk_iterncgp.priors.rows import Rows
 from ntk_iterncgp.solver import NewtonOptions, Policy, Stopping, resolve_policy
 from ntk_iterncgp.solver.report import FitReport
-from ntk_iterncgp.solver.stopping import whole_number
+from ntk_iterncgp.solver.stopping import seed_number, whole_number
 from ntk_iterncgp.weight_posterior import ConditionedPosterior, WeightPosterior
 
 
@@ -120,7 +120,7 @@ class FittedNetwork(BaseFunctionalLaplace):
             ),
             options=NewtonOptions(max_rank, compression),
             chunk_bytes=whole_number("chunk_bytes", chunk_bytes, at_least=1),
-            seed=whole_number("seed", seed, at_least=0),
+            seed=seed_number(seed),
         )
         self._fitted = False
         _require_one_device(model)
