@@ -2,8 +2,8 @@
 
 Putting a model in eval mode and back, or switching a backend of PyTorch, changes something that all threads see: the
 first to come sets it, and the last to go puts it back (`together`). A forward pass with exchanged weights puts them
-into the model for its duration: one at a time for each model (`exclusively`). And PyTorch's forward mode has one level
-of tangents for the whole process, which whoever leaves it clears for all: one at a time (`FORWARD_MODE`).
+into the model for its duration: fits of one model wait for each other (`exclusively`). And PyTorch's forward mode has
+one level of tangents for the whole process, which whoever leaves it clears for all: one at a time (`FORWARD_MODE`).
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ from ntk_iterncgp.priors.rows import Rows
 from ntk_iterncgp.solver import NewtonOptions, Policy, Stopping, resolve_policy
 from ntk_iterncgp.solver.report import FitReport
 from ntk_iterncgp.solver.stopping import seed_number, whole_number
+from ntk_iterncgp.threads import exclusively
 from ntk_iterncgp.weight_posterior import ConditionedPosterior, WeightPosterior
 
 
@@ -124,17 +125,18 @@ class FittedNetwork(BaseFunctionalLaplace):
         )
         self._fitted = False
         _require_one_device(model)
-        super().__init__(
-            model,
-            likelihood,
-            sigma_noise=sigma_noise,
-            prior_precision=prior_precision,
-            prior_mean=prior_mean,
-            temperature=temperature,
-            enable_backprop=enable_backprop,
-            dict_key_x=dict_key_x,
-            dict_key_y=dict_key_y,
-        )
+        with exclusively(model):  # while another thread fits it, it holds other weights
+            super().__init__(
+                model,
+                likelihood,
+                sigma_noise=sigma_noise,
+                prior_precision=prior_precision,
+                prior_mean=prior_mean,
+                temperature=temperature,
+                enable_backprop=enable_backprop,
+                dict_key_x=dict_key_x,
+                dict_key_y=dict_key_y,
+            )
         self.posterior: WeightPosterior
         self._report: FitReport | None = None
         self._fit: NetworkFit | None = None  # what refine goes on from
@@ -165,7 +167,7 @@ class FittedNetwork(BaseFunctionalLaplace):
         if not override:
             raise ValueError("override=False is not offered: the posterior is that of one data set. Fit on all of it.")
         _require_one_device(self.model)
-        with evaluating(self.model):
+        with exclusively(self.model), evaluating(self.model):
             self._take(fit_network(self._network(train_loader), self.settings, progress_bar=progress_bar))
 
     def refine(
@@ -191,13 +193,13 @@ class FittedNetwork(BaseFunctionalLaplace):
             )
         self._refresh_posterior()
         budget = Budget(epochs, seconds)
-        with evaluating(self.model):
+        with exclusively(self.model), evaluating(self.model):
             network = self._network(train_loader)
             self._take(refine_network(self._fit, network, self.settings, budget, progress_bar=progress_bar))
 
     def estimate_cost(self, train_loader: DataLoader) -> Cost:
         """Seconds, epochs and memory of a fit and of predictions, from timing one batch; prints as a table."""
-        with evaluating(self.model):
+        with exclusively(self.model), evaluating(self.model):
             return estimate_cost(self._network(train_loader), self.settings, timed=True)
 
     def _network(self, loader: DataLoader) -> LinearisedNetwork:
@@ -252,8 +254,9 @@ class FittedNetwork(BaseFunctionalLaplace):
 
     def _refresh_posterior(self) -> None:
         """Called before every prediction: the model must still be that of the fit, frozen weights and buffers too."""
-        current = flatten(self._parameters())
-        if not (torch.equal(current, self.mean) and same_fingerprint(fingerprint(self.model), self._fingerprint)):
+        with exclusively(self.model):
+            current, now = flatten(self._parameters()), fingerprint(self.model)
+        if not (torch.equal(current, self.mean) and same_fingerprint(now, self._fingerprint)):
             raise RuntimeError(
                 "The model is expected to have the weights it was fitted with, but they have changed since. Call "
                 "fit(train_loader) again, or load the weights of the fit."

@@ -118,7 +118,7 @@ class Jacobian(NetworkJacobian):
         def push(tangent: Tensor) -> Tensor:
             return jvp(lambda p: self.forward(x, p), (self.params,), (self._unflatten(tangent),))[1]
 
-        with torch.no_grad(), plain_attention(), FORWARD_MODE:
+        with torch.no_grad(), plain_attention(), exclusively(self.model), FORWARD_MODE:
             try:
                 parts = []
                 for block in tangents.split(_tangents_at_once(x), 1):
