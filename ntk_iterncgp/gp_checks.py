@@ -85,7 +85,7 @@ def checked_inputs(
     if not X.is_floating_point():
         raise TypeError(f"{name} expects floating-point inputs, but got {X.dtype}. Convert it, or set dtype.")
     if X.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"{name} expects float32 or float64, but got {X.dtype}. Convert it, or set dtype.")
+        raise TypeError(f"{name} expects float32 or float64, but its dtype is {X.dtype}. Convert it, or set dtype.")
     if X.numel() == 0 and not (trained is not None and X.shape[0] == 0):
         raise ValueError(f"{name} expects at least one input with at least one dimension, but got {tuple(X.shape)}.")
     if not bool(torch.isfinite(X).all()):
