@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ntk_iterncgp import parallel
 from ntk_iterncgp.gp_checks import checked_kernels, checked_likelihood, checked_mean, choose_kronecker
 from ntk_iterncgp.hyperparameters import OptimizationReport, maximise_elbo
 from ntk_iterncgp.kernels import METHODS, Kernel
@@ -113,6 +114,7 @@ class NonConjugateGP:
 
     # --- fitting --------------------------------------------------------------------------------------------------
 
+    @parallel.together()
     @torch.no_grad()
     def fit(
         self, X: Tensor, y: Tensor, *, progress_bar: bool = False, callback: Callback | None = None
@@ -120,6 +122,7 @@ class NonConjugateGP:
         """Infer the posterior from inputs X (N, d) and targets y. `callback` sees each state of the solver."""
         inputs = self._checked_inputs(X, "X").detach().clone()  # what the caller does to X later changes nothing here
         targets = self._checked_targets(y, inputs).clone()
+        parallel.check_same([inputs, targets], "X and y are")
         prior = GramPrior(
             self.kernels,
             inputs,
@@ -145,6 +148,7 @@ class NonConjugateGP:
         self._posterior = Posterior(state)
         return self
 
+    @parallel.together()
     def optimize(
         self,
         X: Tensor,
@@ -178,6 +182,7 @@ class NonConjugateGP:
         )
         return self
 
+    @parallel.together()
     @torch.no_grad()
     def refine(
         self, max_products: int = 50, *, progress_bar: bool = False, callback: Callback | None = None

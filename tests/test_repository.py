@@ -18,7 +18,8 @@ MAX_LINES = 350
 # Rooms from the foundations up. A room may import from lines above its own, and from itself.
 ORDER = [
     {"parallel"},
-    {"data", "interrupt"},
+    {"order", "interrupt"},
+    {"data"},
     {"columns"},
     {"kernels"},
     {"likelihoods"},

@@ -11,6 +11,7 @@ from laplace.utils.enums import Likelihood
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from ntk_iterncgp import parallel
 from ntk_iterncgp.data import FixedOrderData, Inputs, evaluating
 from ntk_iterncgp.laplace_addon.saving import fingerprint, flatten, same_fingerprint
 from ntk_iterncgp.network import (
@@ -153,6 +154,7 @@ class FittedNetwork(BaseFunctionalLaplace):
 
     # --- fitting -----------------------------------------------------------------------------------------------------
 
+    @parallel.together()
     def fit(self, train_loader: DataLoader, override: bool = True, progress_bar: bool = False) -> None:
         """Infer the posterior from all data of the loader. On failure the model and an earlier fit are as before."""
         if not override:
@@ -160,6 +162,7 @@ class FittedNetwork(BaseFunctionalLaplace):
         with evaluating(self.model):
             self._take(fit_network(self._network(train_loader), self.settings, progress_bar=progress_bar))
 
+    @parallel.together()
     def refine(
         self,
         train_loader: DataLoader,
@@ -193,6 +196,7 @@ class FittedNetwork(BaseFunctionalLaplace):
             return estimate_cost(self._network(train_loader), self.settings, timed=True)
 
     def _network(self, loader: DataLoader) -> LinearisedNetwork:
+        parallel.check_same([*self.model.parameters(), *self.model.buffers()], "The model's weights and buffers are")
         jacobian, data = self._open(loader)
         return LinearisedNetwork(
             jacobian,

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ntk_iterncgp import parallel
 from ntk_iterncgp.data import FixedOrderData, Inputs, slice_rows
 from ntk_iterncgp.likelihoods import Likelihood
 from ntk_iterncgp.network.grouping import group
@@ -140,7 +141,7 @@ class Clusters:
         """Group the data for these directions. `like` gives the dtype and device of the images."""
         curved = self.curvature(directions[0])
         labels = (
-            group(self.features, curved, self.weights(), num_groups, self.generator)
+            parallel.from_main(group(self.features, curved, self.weights(), num_groups, self.generator))
             if num_groups > 1
             else torch.zeros(len(self.outputs), dtype=torch.long, device=self.outputs.device)
         )
@@ -161,26 +162,38 @@ class Clusters:
         """Fill in what is missing of a pass; yields the number of data done after each batch.
 
         A map-style dataset is visited group by group. Data that only come in order are differentiated one by one,
-        and each gradient goes to its group.
+        and each gradient goes to its group. Several processes go through the same batches and take turns: each has the
+        gradients of its own in `images` until `finish` sums them, and after every round all have done the same number.
         """
+        if not parallel.is_main():
+            target.images.zero_()  # what is there from before is counted once
         curved = torch.stack([self.curvature(u) for u in target.directions], 2)  # (N, C, q)
         target.by_group = data.can_jump(len(self.outputs))
         if target.by_group:
             batches = _group_batches(target.labels, ~target.swept, data.batch_size)
-            padded = [_padded(rows, data.batch_size) for rows in batches]
-            for rows, filled, (x, _) in zip(batches, padded, data.visit(padded), strict=True):
-                cotangents = curved[filled].to(jacobian.dtype)
-                cotangents[len(rows) :] = 0
-                target.add(rows, jacobian.vjp(x, cotangents).T)  # (q, P)
+            mine = [_padded(rows, data.batch_size) for rows, is_mine in parallel.take_turns(batches) if is_mine]
+            visited = zip(mine, data.visit(mine), strict=True)
+            for rows, is_mine in parallel.take_turns(batches):
+                if is_mine:
+                    filled, (x, _) = next(visited)
+                    cotangents = curved[filled].to(jacobian.dtype)
+                    cotangents[len(rows) :] = 0
+                    target.add(rows, jacobian.vjp(x, cotangents).T)  # (q, P)
+                target.swept[rows] = True
                 yield len(rows)
             return
-        for rows, x in _missing_rows(data, target.swept):
+        for (rows, x), is_mine in parallel.take_turns(_missing_rows(data, target.swept)):
             size = max(1, chunk_bytes // (3 * curved.shape[2] * jacobian.num_params * target.images.element_size()))
-            for part in torch.arange(len(rows), device=rows.device).split(size):
+            for part in torch.arange(len(rows), device=rows.device).split(size) if is_mine else ():
                 inputs = slice_rows(x, part, len(rows))
                 cotangents = curved[rows[part]].to(jacobian.dtype)
                 target.add(rows[part], jacobian.vjp_each(inputs, cotangents))
+            target.swept[rows] = True
             yield len(rows)
+
+    def finish(self, target: Pass) -> None:
+        """After a sweep, or a part of one: the images of all processes, in each."""
+        target.images = parallel.all_sum(target.images)
 
     # --- what there is ---------------------------------------------------------------------------------------------
 
@@ -280,9 +293,11 @@ def _missing_rows(data: FixedOrderData, swept: Tensor) -> Iterator[tuple[Tensor,
 
 def sweep_features(
     jacobian: NetworkJacobian, data: FixedOrderData, features_of: Callable[[Inputs, Tensor], Tensor]
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:  # (b, C), (b, …), (b, D)
+) -> Iterator[tuple[Tensor, ...]]:  # (b, C), (b, …), (b, D)
     """Outputs, targets and features, batch by batch: one forward sweep."""
-    with torch.no_grad():
-        for x, y in data.batches():
-            outputs = jacobian.forward(x)
-            yield outputs, y, features_of(x, outputs)
+
+    def look(x: Inputs, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        outputs = jacobian.forward(x)
+        return outputs, y, features_of(x, outputs)
+
+    return data.forward_sweep(look)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from ntk_iterncgp import parallel
 from ntk_iterncgp.data import Inputs
 from ntk_iterncgp.interrupt import Interrupt, interruptible
 from ntk_iterncgp.network.clusters import Clusters, Pass, sweep_features
@@ -83,20 +84,20 @@ def refine_clusters(
 
 def _look(network: LinearisedNetwork, settings: NetworkSettings, progress_bar: bool) -> Clusters:
     """The forward sweep: outputs, targets and features of all data."""
-    outputs: list[Tensor] = []
-    targets: list[Tensor] = []
-    features: list[Tensor] = []
     with _features(network) as features_of:
         sweep = sweep_features(network.jacobian, network.data, features_of)
-        for batch in tqdm(sweep, total=len(network.data), desc="Outputs", disable=not progress_bar, leave=False):
-            for collected, part in zip((outputs, targets, features), batch, strict=True):
-                collected.append(part)
-    latent = torch.cat(outputs).double()
+        total = -(-len(network.data) // parallel.num_processes())
+        visible = progress_bar and parallel.is_main()
+        bar = tqdm(sweep, total=total, desc="Outputs", disable=not visible, leave=False)
+        outputs, targets, features = zip(*bar, strict=True)
+    latent = network.data.gather(outputs).double()
     likelihood = network.likelihood(latent, noise=1.0)
-    checked = checked_targets(likelihood, latent, torch.cat(targets))
+    checked = checked_targets(likelihood, latent, network.data.gather(targets))
     generator = torch.Generator().manual_seed(settings.seed)
-    same_width = len({part.shape[1] for part in features}) == 1  # or else batches are padded, each to its own length
-    return Clusters(likelihood, latent, checked, torch.cat(features) if same_width else latent.float(), generator)
+    narrowest, widest = parallel.extremes(part.shape[1] for part in features)
+    if narrowest < widest:  # batches are padded, each to its own length
+        return Clusters(likelihood, latent, checked, latent.float(), generator)
+    return Clusters(likelihood, latent, checked, network.data.gather(features), generator)
 
 
 @contextmanager
@@ -139,12 +140,12 @@ def _spend(
     rank = clusters.rank if clusters.passes else 0
     meter = Meter(progress, network, started)
     with interruptible() as interrupt:
-        while not budget.is_spent(progress.epochs, started) and (max_passes is None or passes < max_passes):
+        while (max_passes is None or passes < max_passes) and not budget.is_spent(progress.epochs, started):
             resumed = bool(clusters.passes) and not clusters.passes[-1].is_complete
             target = _next_pass(clusters, network, settings)
             finished = _sweep(target, progress, network, settings, budget, meter, interrupt, progress_bar, started)
             passes += 1
-            if interrupt.requested:
+            if parallel.any_of(interrupt.requested):
                 status = Status.INTERRUPTED
                 break
             if not finished:
@@ -191,23 +192,32 @@ def _sweep(
     """Whether the pass was finished."""
     num_data, missing = len(target.labels), int((~target.swept).sum())
     per_datum = (1 + 2 * len(target.directions)) / 3 / num_data
-    done, readings, first = 0, 0, len(progress.clusters.passes) == 1
+    processes = parallel.num_processes()
+    # On the way only one process can read: the images of several are not summed before the end.
+    done, readings, first = 0, 0, len(progress.clusters.passes) == 1 and processes == 1
     sweep = progress.clusters.sweep(target, network.jacobian, network.data, settings.chunk_bytes)
-    with closing(sweep), tqdm(total=missing, desc="IterNCGP", unit="data", disable=not progress_bar) as bar:
+    visible = progress_bar and parallel.is_main()
+    with closing(sweep), tqdm(total=missing, desc="IterNCGP", unit="data", disable=not visible) as bar:
         try:
-            for size in sweep:
+            for batch, size in enumerate(sweep, 1):
                 done += size
                 progress.epochs += size * per_datum
                 bar.update(size)
                 if first and done * METER_READINGS >= (readings + 1) * missing and done < missing:
                     readings += 1
                     bar.set_postfix_str(meter.read())
-                if interrupt.requested or budget.is_spent(progress.epochs, started):
+                if budget.is_spent_in_epochs(progress.epochs):
+                    break
+                if batch % processes:
+                    continue  # until all have done as many: time to agree
+                if parallel.any_of(interrupt.requested) or budget.is_spent(progress.epochs, started):
                     break
         except KeyboardInterrupt:
-            if interrupt.requested:  # asked for a second time: a batch may have been cut in two, so nothing is kept
+            # Asked for a second time, a batch may have been cut in two, so nothing is kept; nor where others go on.
+            if interrupt.requested or processes > 1:
                 raise
             interrupt.requested = True
+        progress.clusters.finish(target)
         if done and (not progress.history or progress.history[-1].epochs != progress.epochs):
             bar.set_postfix_str(meter.read())
     return done == missing

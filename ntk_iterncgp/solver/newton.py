@@ -57,7 +57,7 @@ def initial_state(problem: Problem, *, seed: int, capacity: int, kronecker: bool
 
     def columns() -> Columns:
         outputs = 1 if kronecker else prior.num_outputs
-        dense = DenseColumns.empty(prior.num_data, outputs, capacity=capacity, dtype=prior.dtype, device=device)
+        dense = DenseColumns.empty(prior.share, outputs, capacity=capacity, dtype=prior.dtype, device=device)
         return dense if contrasts is None else KroneckerColumns(dense, contrasts)
 
     return State(

@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Generator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from tqdm.auto import tqdm
 
+from ntk_iterncgp import parallel
+from ntk_iterncgp.interrupt import Interrupt, interruptible
 from ntk_iterncgp.solver.state import State
 from ntk_iterncgp.solver.stopping import Status
 
@@ -71,12 +74,16 @@ def drive(
     callback: Callback | None,
     history: list[Record],
 ) -> tuple[State, FitReport]:
-    """Exhaust a run. Interrupted, it ends with the last state, which is valid."""
+    """Exhaust a run. Interrupted, it ends with the last state, which is valid. Ctrl-C reaches several processes at
+    different moments: each then only takes note, and they stop together after the next state."""
     offset = history[-1].seconds if history else 0.0
     started, first = time.perf_counter(), state.num_products
     history, status = list(history), Status.INTERRUPTED
     information, newton_step = state.information_captured, state.newton_step
-    bar = tqdm(total=max_products, desc="IterNCGP", unit="product", disable=not progress_bar)
+    visible = progress_bar and parallel.is_main()
+    bar = tqdm(total=max_products, desc="IterNCGP", unit="product", disable=not visible)
+    several, agreed, stack = parallel.num_processes() > 1, False, ExitStack()
+    interrupt = stack.enter_context(interruptible()) if several else Interrupt()
     try:
         while True:
             try:
@@ -84,6 +91,9 @@ def drive(
             except StopIteration as end:
                 state, status = end.value
                 break
+            agreed = parallel.any_of(interrupt.requested)
+            if agreed:
+                raise KeyboardInterrupt
             if state.buffer.size <= FREQUENT_METER_RANK or state.newton_step > newton_step:
                 information, newton_step = state.information_captured, state.newton_step
             record = Record(
@@ -105,9 +115,12 @@ def drive(
                 callback(state)
                 started += time.perf_counter() - called  # the caller's time is not the fit's
     except KeyboardInterrupt:
+        if several and not agreed:  # insisted upon in this process alone
+            raise
         warnings.warn(Status.INTERRUPTED.advice, stacklevel=3)
     finally:
         bar.close()
+        stack.close()
     report = FitReport(
         status=status.value,
         advice=status.advice,
