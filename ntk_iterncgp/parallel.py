@@ -23,7 +23,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 T = TypeVar("T")
 
@@ -65,15 +65,16 @@ def is_main() -> bool:
     return rank() == 0
 
 
-def launched() -> bool:
-    """Whether torchrun, or something like it, started this process as one of several."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+def launched_rank() -> int | None:
+    """The number of this process where torchrun, or something like it, started several; else None."""
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+    return int(os.environ["RANK"]) if several else None
 
 
 @contextmanager
 def joined(device_type: str) -> Iterator[None]:
     """In a process that torchrun started: a process group for the time of a run, and a GPU of its own."""
-    if not launched() or num_processes() > 1:
+    if launched_rank() is None or num_processes() > 1:
         yield
         return
     if device_type == "cuda":
@@ -83,6 +84,16 @@ def joined(device_type: str) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def main_first() -> Iterator[None]:
+    """What the main process does before the others, which then find it done: downloads."""
+    if not is_main():
+        any_of(False)
+    yield
+    if is_main():
+        any_of(False)
 
 
 # --- what they tell each other --------------------------------------------------------------------------------------
@@ -107,6 +118,14 @@ def from_main(tensor: Tensor) -> Tensor:
     traffic.add(tensor.nbytes)
     _finish(dist.broadcast(tensor, src=0, async_op=True))
     return tensor
+
+
+def same_model(model: nn.Module) -> nn.Module:
+    """The model, with the main process's weights and buffers."""
+    with torch.no_grad():
+        for value in (*model.parameters(), *model.buffers()):
+            value.copy_(from_main(value.clone()))
+    return model
 
 
 def any_of(flag: bool) -> bool:

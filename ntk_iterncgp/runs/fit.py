@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
+from ntk_iterncgp import parallel
 from ntk_iterncgp.config import ConfigError, RunConfig, as_plain
 from ntk_iterncgp.evaluation.compare import precision_grid
 from ntk_iterncgp.evaluation.crossfit import crossfit
@@ -23,7 +24,7 @@ from ntk_iterncgp.files import load_posterior, save_posterior, write_json
 from ntk_iterncgp.laplace_addon.grid import pass_once
 from ntk_iterncgp.runs.flavour import check_keywords, make_flavour
 from ntk_iterncgp.runs.predict import restore
-from ntk_iterncgp.runs.prepare import Setting, find_checkpoint, prepare, prepare_model
+from ntk_iterncgp.runs.prepare import Setting, chosen_device, find_checkpoint, prepare, prepare_model
 
 POSTERIOR = "posterior.safetensors"
 NETWORK_ONLY = (
@@ -42,13 +43,18 @@ class Fitted:
 
 
 def fit(config: RunConfig) -> Path:
-    """The whole command; returns the posterior file."""
+    """The whole command; returns the posterior file. Processes that torchrun started fit together, and one writes."""
     if config.kernel.name is not None:
         raise ConfigError(NETWORK_ONLY)
-    setting = prepare(config, "fit")
-    check_keywords(config)
-    fitted = fit_network(setting, prepare_model(setting))
-    if config.tuning.protocol != "none":
+    with parallel.joined(chosen_device(config.device).type), parallel.together():
+        setting = prepare(config, "fit")
+        check_keywords(config)
+        fitted = fit_network(setting, prepare_model(setting))
+        return _finish(setting, fitted) if parallel.is_main() else setting.folder / POSTERIOR
+
+
+def _finish(setting: Setting, fitted: Fitted) -> Path:
+    if setting.config.tuning.protocol != "none":
         _tune(setting, fitted.la)
     path = save(setting, fitted)
     setting.log(f"Posterior: {path} ({path.stat().st_size / 2**20:.1f} MiB), after {setting.log.seconds:.0f} s.")

@@ -10,18 +10,20 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from ntk_iterncgp import datasets, models
+from ntk_iterncgp import datasets, models, parallel
 from ntk_iterncgp.config import ConfigError, RunConfig, as_yaml, prepare_output_dir
 from ntk_iterncgp.files import write_atomically, write_text
 
 
 class Log:
-    """Says a line on the screen, and keeps it with the time in `run.log`."""
+    """Says a line on the screen, and keeps it with the time in `run.log`. Of several processes one speaks."""
 
     def __init__(self, folder: Path) -> None:
         self.path, self.started = folder / "run.log", time.perf_counter()
 
     def __call__(self, message: str) -> None:
+        if not parallel.is_main():
+            return
         print(message, flush=True)
         with self.path.open("a", encoding="utf-8") as file:
             for line in message.splitlines():
@@ -46,9 +48,12 @@ class Setting:
 def prepare(config: RunConfig, command: str) -> Setting:
     """Output folder with the resolved settings, and the data."""
     device = chosen_device(config.device)
-    data = datasets.load(config.data, seed=config.seed)
-    folder = prepare_output_dir(config)
-    write_text(folder / "config.yaml", f"# ntk-iterncgp {command}: all settings of this run\n{as_yaml(config)}")
+    with parallel.main_first():
+        data = datasets.load(config.data, seed=config.seed)
+    folder = Path(config.output_dir)
+    if parallel.is_main():
+        folder = prepare_output_dir(config)
+        write_text(folder / "config.yaml", f"# ntk-iterncgp {command}: all settings of this run\n{as_yaml(config)}")
     log = Log(folder)
     sizes = f"{len(data.train):,} to learn from, {len(data.test):,} to be tested on"  # type: ignore[arg-type]
     others = "".join(f", {len(other):,} of {name}" for name, other in data.ood.items())  # type: ignore[arg-type]
@@ -76,13 +81,15 @@ def prepare_model(setting: Setting) -> nn.Module:
         f"Model: {config.model.name}, {num_weights(model):,} weights. No checkpoint was given (model.checkpoint), so "
         f"it is trained here for {config.model.train_epochs} epochs."
     )
+    if not parallel.is_main():
+        return parallel.same_model(model.eval())
     started = time.perf_counter()
     accuracy = models.train(model, data.train, config.model, seed=config.seed, device=setting.device)
     target = setting.folder / "model.safetensors"
     weights = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
     write_atomically(target, lambda path: save_file(weights, path))
     log(f"Trained in {time.perf_counter() - started:.0f} s: {100 * accuracy:.1f} % on the training data; {target}")
-    return model
+    return parallel.same_model(model)
 
 
 def find_checkpoint(config: RunConfig) -> Path:

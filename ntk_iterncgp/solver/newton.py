@@ -163,7 +163,7 @@ def line_search(problem: Problem, start: Iterate, target: Iterate) -> tuple[Iter
     for _ in range(MAX_HALVINGS):
         trial = start.towards(target, step)
         trial_value, trial_slope = objective_and_slope(problem, trial, start, target)
-        if trial_value >= value + 1e-4 * step * slope and trial_value > value:
+        if trial_value >= value + max(1e-4 * step * slope, rounding):
             return trial, True
         if trial_value >= value - rounding and abs(trial_slope) <= 0.9 * slope:
             return trial, True
