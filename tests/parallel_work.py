@@ -261,14 +261,14 @@ def interrupt_and_go_on(at: int, settings: dict[str, Any]) -> tuple[str, dict[st
 
 
 def refine_by_the_clock() -> int:
-    """One process's clock runs away; all stop where it says."""
+    """One process's clock jumps ahead when it has been looked at twenty times; all stop there."""
     X, y = inputs_and_labels()
     la, loader = laplace(num_actions=7), DataLoader(TensorDataset(X, y), 4)
     la.fit(loader)
-    clock, start = time.perf_counter, time.perf_counter()
     if parallel.rank() == 1:
-        time.perf_counter = lambda: start + 1000 * (clock() - start)
-    la.refine(loader, seconds=20.0)
+        times = iter([0.0] * 20)
+        time.perf_counter = lambda: next(times, 1e6)
+    la.refine(loader, seconds=1000.0)
     return int(la.posterior.rank)
 
 
