@@ -24,7 +24,8 @@ from torch import Tensor
 
 from ntk_iterncgp.parallel import Share
 
-SLICE_BYTES = 2**19  # a float64 slice of rows: large enough for a GEMM, small enough to stay in cache
+SLICE_BYTES = 2**20  # a float64 slice of rows: large enough for a GEMM, small enough to stay in cache
+NARROW = 16  # columns that are this many times fewer may be held in float64 beside the others
 
 Weight = Callable[[slice | Tensor, Tensor], Tensor]
 """Block-diagonal product on some data: (a slice or numbers of data, block (rows, C, k)) -> (rows, C, k)."""
@@ -161,7 +162,10 @@ class DenseColumns(Columns):
         return self.share.gather(self.matrix @ coefficients.to(self.dtype), self.num_outputs).double()
 
     def inner(self, block: Tensor) -> Tensor:
-        block = self.share.take(block)
+        return self._inner(self.share.take(block))
+
+    def _inner(self, block: Tensor) -> Tensor:
+        """SᵀV, given the rows of this process."""
         if self.dtype == torch.float64:
             return self.share.sum(self.matrix.T @ block.double())
         total = torch.zeros(self.size, block.shape[1], dtype=torch.float64, device=self.device)
@@ -178,6 +182,12 @@ class DenseColumns(Columns):
 
     def diagonal_inner(self, diagonal: Tensor, other: Columns) -> Tensor:
         return self.weighted_inner(lambda data, block: diagonal[data, :, None] * block, other)
+
+    def weighted_inner(self, weight: Weight, other: Columns) -> Tensor:
+        if other.size > max(1, self.size // NARROW):
+            return super().weighted_inner(weight, other)
+        mine = self.share.mine  # the few columns of one new block, weighted as a whole
+        return self._inner(weight(mine, other.rows(mine)).flatten(0, 1))
 
     def rows(self, data: slice) -> Tensor:
         part = self.storage[: self.size, self._stored(data)]
