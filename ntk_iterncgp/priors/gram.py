@@ -3,8 +3,9 @@
 K is block diagonal over the outputs and never formed; k(X, X) V is a `KernelMatrix`, which chooses how to multiply.
 With one kernel for all outputs a product is a single k(X, X) @ (N, C).
 
-Each of several processes multiplies by its rows of k(X, X). For that it needs the new actions whole, whose rows are
-gathered; what it keeps of them and of their images is its own rows.
+Several processes share the work of a product by tiles, each of which serves twice since k(X, X) is symmetric, and sum
+what they have; on GPUs by rows, where products do not know of symmetry. Either way the rows of the new actions are
+gathered, and of them and their images each process keeps its own rows.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ntk_iterncgp import parallel
 from ntk_iterncgp.columns import Buffer, Columns, DenseColumns, Images, KroneckerColumns
 from ntk_iterncgp.kernels import Kernel, KernelMatrix
+from ntk_iterncgp.kernels.tiles import WHOLE, Part
 from ntk_iterncgp.parallel import Share
 from ntk_iterncgp.priors.base import AtInputs, Prior
 
@@ -53,11 +56,20 @@ class GramPrior(Prior):
 
     @cached_property
     def matrices(self) -> list[KernelMatrix]:
-        """The rows of this process of k(X, X), for each kernel."""
-        return [self._matrix(kernel, self._own_inputs, self.inputs, self.method) for kernel in self.kernels]
+        """What this process multiplies by, for each kernel: k(X, X), a part of it, or some of its rows."""
+        if self.share.is_whole or self._by_rows:
+            return [self._matrix(kernel, self._own_inputs, self.inputs, self.method) for kernel in self.kernels]
+        part = Part(parallel.rank(), parallel.num_processes())
+        return [self._matrix(kernel, self.inputs, self.inputs, self.method, part) for kernel in self.kernels]
 
-    def _matrix(self, kernel: Kernel, x: Tensor, z: Tensor, method: str) -> KernelMatrix:
-        return KernelMatrix(kernel, x, z, method=method, tolerance=self.tolerance, chunk_bytes=self.chunk_bytes)
+    @property
+    def _by_rows(self) -> bool:
+        return self.device.type == "cuda"
+
+    def _matrix(self, kernel: Kernel, x: Tensor, z: Tensor, method: str, part: Part = WHOLE) -> KernelMatrix:
+        return KernelMatrix(
+            kernel, x, z, method=method, tolerance=self.tolerance, chunk_bytes=self.chunk_bytes, part=part
+        )
 
     def _matrices_at(self, x: Tensor) -> list[KernelMatrix]:
         """k(x, X) for the X of this process, by the compiled formula of k(X, X) where there is one: x alone might not
@@ -78,12 +90,16 @@ class GramPrior(Prior):
     def image(self, actions: Columns) -> Columns:
         if isinstance(actions, KroneckerColumns):  # r single-output columns cost what r/C columns of K cost
             self.num_products += -(-actions.factor.size // self.num_outputs)
-            product = self.matrices[0] @ actions.factor.whole().matrix
+            product = self._own_rows(self.matrices[0] @ actions.factor.whole().matrix)
             return KroneckerColumns(DenseColumns.of(product, 1, self.share), actions.contrasts)
         assert isinstance(actions, DenseColumns)
         self.num_products += actions.size
-        product = self._product(self.matrices, actions.whole().matrix)
+        product = self._own_rows(self._product(self.matrices, actions.whole().matrix))
         return DenseColumns.of(product.flatten(0, 1), self.num_outputs, self.share)
+
+    def _own_rows(self, product: Tensor) -> Tensor:
+        """From what this process has multiplied."""
+        return product if self.share.is_whole or self._by_rows else self.share.take(parallel.all_sum(product))
 
     def gram(self, left: Buffer, right: Buffer) -> Tensor:
         return left.actions.gram(self.lift(right.images))
