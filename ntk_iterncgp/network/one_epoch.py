@@ -151,7 +151,8 @@ def _spend(
             if not finished:
                 break
             known, rank = rank, clusters.rank
-            if rank == clusters.max_rank or (rank == known and not resumed):
+            # Sums on a GPU may differ in the last bit from one process to the next, and what is independent with them.
+            if parallel.any_of(rank == clusters.max_rank or (rank == known and not resumed)):
                 status = Status.EXHAUSTED
                 break
     if status is Status.INTERRUPTED:
