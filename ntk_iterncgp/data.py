@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -90,17 +91,15 @@ class FixedOrderData:
             start = stop
 
     def forward_sweep(
-        self, compute: Callable[[Inputs, Tensor], tuple[Tensor, ...]]
+        self, compute: Callable[[Inputs, Tensor], tuple[Tensor, ...]], *, skip: int = 0
     ) -> Iterator[tuple[Tensor, ...]]:  # (b, …) each
-        """What is computed of each batch of this process's share. Where that is empty, no rows of what the first batch
-        gives: their form is known then."""
-        is_empty = True
-        with torch.no_grad():
-            for _, x, y in self.sweep(self.share()):
-                is_empty = False
-                yield compute(x, y)
-            if is_empty:
-                yield tuple(rows[:0] for rows in compute(*next(self.batches())))
+        """What is computed of each batch of this process's share, but for the first `skip`, without gradients. Where the
+        share is empty, no rows of what the first batch gives: their form is known then."""
+        share, quietly = self.share(), torch.no_grad()(compute)
+        for _, x, y in islice(self.sweep(share), skip, None):
+            yield quietly(x, y)
+        if share is not None and share.size == 0:
+            yield tuple(rows[:0] for rows in quietly(*next(self.batches())))
 
     def gather(self, parts: Sequence[Tensor]) -> Tensor:  # (b, …) each -> (N, …)
         """All rows, from the parts of this process's share."""

@@ -1,4 +1,4 @@
-"""What a `NonConjugateGP` is made of, checked when it is made: each mistake a sentence that says what was expected."""
+"""What a `NonConjugateGP` is made of and fitted to, checked before any work: each mistake a sentence about it."""
 
 from __future__ import annotations
 
@@ -79,3 +79,13 @@ def choose_kronecker(
                 f"got {max_rank}. Raise it, or use actions='joint'."
             )
     return actions == "kronecker"
+
+
+def checked_targets(y: Tensor, inputs: Tensor, likelihood: Likelihood) -> Tensor:
+    y = torch.as_tensor(y, device=inputs.device)
+    if y.ndim == 0 or len(y) != len(inputs):
+        got = "a single number" if y.ndim == 0 else f"{len(y)}"
+        raise ValueError(f"y expects one target for each of the {len(inputs)} rows of X, but got {got}.")
+    if y.is_complex() or (y.is_floating_point() and not bool(torch.isfinite(y).all())):
+        raise ValueError("y expects finite real numbers, but holds NaN, infinity or complex numbers. Remove them.")
+    return likelihood.check_targets(y)

@@ -17,8 +17,8 @@ MAX_LINES = 350
 
 # Rooms from the foundations up. A room may import from lines above its own, and from itself.
 ORDER = [
-    {"parallel"},
-    {"order", "interrupt"},
+    {"parallel", "files", "digests"},
+    {"checkpoint", "order", "interrupt"},
     {"data"},
     {"columns"},
     {"kernels"},
@@ -28,11 +28,10 @@ ORDER = [
     {"posterior", "weight_posterior"},
     {"predictive"},
     {"network"},
-    {"tuning", "hyperparameters", "gp_checks"},
+    {"tuning", "hyperparameters", "gp_checks", "gp_saving"},
     {"gp", "laplace_addon"},
-    {"checkpoint"},
+    {"settings"},
     {"config"},
-    {"files"},
     {"datasets", "models"},
     {"evaluation"},
     {"runs"},

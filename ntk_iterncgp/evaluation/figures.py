@@ -67,7 +67,7 @@ def panels(comparison: Comparison, fit: Mapping[str, Any]) -> list[tuple[str, st
             (
                 "Information captured",
                 "A lower bound on the share of what the training data say that has been used, against cost.",
-                lambda axes: _information(axes, history),
+                lambda axes: information(axes, history),
             )
         )
     if comparison.contraction:
@@ -84,7 +84,7 @@ def panels(comparison: Comparison, fit: Mapping[str, Any]) -> list[tuple[str, st
             (
                 "Against the truth",
                 "Our variance over that of the exact posterior at the same prior: never below one.",
-                lambda axes: _against_exact(axes, ratio),
+                lambda axes: against_exact(axes, ratio),
             )
         )
     return [(title, sentence, svg(draw)) for title, sentence, draw in found]
@@ -174,7 +174,7 @@ def _other_panels(name: str, results: Sequence[Result]) -> list[tuple[str, str, 
     ]
 
 
-def _information(axes: Axes, history: Sequence[Mapping[str, Any]]) -> None:
+def information(axes: Axes, history: Sequence[Mapping[str, Any]]) -> None:
     in_epochs = all(record.get("epochs") is not None for record in history)
     cost = [record["epochs"] if in_epochs else record["num_products"] for record in history]
     captured = [100 * record["information_captured"] for record in history]
@@ -193,7 +193,7 @@ def _contraction(axes: Axes, contraction: Mapping[str, Tensor]) -> None:
     axes.legend()
 
 
-def _against_exact(axes: Axes, ratio: Tensor) -> None:
+def against_exact(axes: Axes, ratio: Tensor) -> None:
     axes.axvline(1, color="0.4", linewidth=0.8)
     low, high = min(0.95, float(ratio.min())), float(ratio.max())
     bins = np.geomspace(low, max(high, 1.05), 31).tolist()

@@ -22,8 +22,8 @@ so further passes go through the contrasts, and after these through random direc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -195,6 +195,13 @@ class Clusters:
         """After a sweep, or a part of one: the images of all processes, in each."""
         target.images = parallel.all_sum(target.images)
 
+    def summed(self) -> Clusters:
+        """As if the sweep that is going on were finished; it goes on from what it has."""
+        if parallel.num_processes() == 1:
+            return self
+        *done, last = self.passes
+        return replace(self, passes=[*done, replace(last, images=parallel.all_sum(last.images.clone()))])
+
     # --- what there is ---------------------------------------------------------------------------------------------
 
     def noise_gram(self) -> Tensor:  # R (B, B)
@@ -289,15 +296,3 @@ def _missing_rows(data: FixedOrderData, swept: Tensor) -> Iterator[tuple[Tensor,
         if len(here):
             yield start + here, slice_rows(x, here, size)
         start += size
-
-
-def sweep_features(
-    jacobian: NetworkJacobian, data: FixedOrderData, features_of: Callable[[Inputs, Tensor], Tensor]
-) -> Iterator[tuple[Tensor, ...]]:  # (b, C), (b, …), (b, D)
-    """Outputs, targets and features, batch by batch: one forward sweep."""
-
-    def look(x: Inputs, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        outputs = jacobian.forward(x)
-        return outputs, y, features_of(x, outputs)
-
-    return data.forward_sweep(look)

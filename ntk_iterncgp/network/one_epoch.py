@@ -2,6 +2,9 @@
 
 The meter needs tr(W K), which is known before the backward sweep begins, so it can be read on the way. Stopped at any
 time, by Ctrl-C or by a budget, the posterior is that of the data swept so far, and `refine` goes on with the rest.
+
+Several processes share the forward sweep by rows and take turns in the backward sweep. What the clock, Ctrl-C and the
+checkpoint say is agreed upon after each round, when all have done as many batches.
 """
 
 from __future__ import annotations
@@ -9,19 +12,20 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from ntk_iterncgp import parallel
+from ntk_iterncgp.checkpoint import UNSAVED, Call
 from ntk_iterncgp.data import Inputs
 from ntk_iterncgp.interrupt import Interrupt, interruptible
-from ntk_iterncgp.network.clusters import Clusters, Pass, sweep_features
-from ntk_iterncgp.network.grouping import Sketch, last_features
+from ntk_iterncgp.network.clusters import Clusters, Pass
+from ntk_iterncgp.network.grouping import batch_features
 from ntk_iterncgp.network.linearised import (
     Budget,
     LinearisedNetwork,
@@ -30,7 +34,15 @@ from ntk_iterncgp.network.linearised import (
     advice_after,
     checked_targets,
 )
-from ntk_iterncgp.priors.jacobian import Jacobian
+from ntk_iterncgp.network.progress import (
+    Progress,
+    Turn,
+    batch_digests,
+    check_data,
+    data_digests,
+    from_content,
+    to_content,
+)
 from ntk_iterncgp.priors.ntk import NTKPrior
 from ntk_iterncgp.solver.report import FitReport, Record
 from ntk_iterncgp.solver.stopping import Status
@@ -39,21 +51,14 @@ from ntk_iterncgp.weight_posterior import WeightPosterior
 METER_READINGS = 2  # in the first sweep: each costs P·B² operations
 
 
-@dataclass(eq=False)
-class Progress:
-    """Where a fit stands."""
-
-    clusters: Clusters
-    curvature_diagonal: Tensor  # of JᵀWJ (P,)
-    trace_is_exact: bool
-    epochs: float
-    seconds: float
-    history: list[Record] = field(default_factory=list)
-
-
-def fit_by_clusters(network: LinearisedNetwork, settings: NetworkSettings, *, progress_bar: bool) -> NetworkFit:
+def fit_by_clusters(
+    network: LinearisedNetwork, settings: NetworkSettings, *, progress_bar: bool, call: Call = UNSAVED
+) -> NetworkFit:
     started = time.perf_counter()
-    clusters = _look(network, settings, progress_bar)
+    check_data(call, network.data)
+    if call.saved is not None and "look" not in call.saved:
+        return _taken_up(call, network, settings, Budget(), progress_bar)
+    clusters, data = _look(network, settings, progress_bar, call)
     prior = NTKPrior(
         network.jacobian,
         network.data,
@@ -63,165 +68,202 @@ def fit_by_clusters(network: LinearisedNetwork, settings: NetworkSettings, *, pr
     )
     diagonal = prior.curvature_diagonal(lambda rows, block: clusters.curvature(block, rows))
     progress = Progress(clusters, diagonal, prior.trace_is_exact, 1 / 3, time.perf_counter() - started)
-    budget = Budget(settings.max_epochs if settings.max_epochs is not None else math.inf)
-    return _spend(progress, network, settings, budget, 1, progress_bar)
+    turn = Turn(settings.max_epochs, max_passes=1)
+    return Spending(progress, turn, network, settings, Budget(), call, data, progress_bar).run()
 
 
 def refine_clusters(
-    fitted: NetworkFit, network: LinearisedNetwork, settings: NetworkSettings, budget: Budget, *, progress_bar: bool
+    fitted: NetworkFit,
+    network: LinearisedNetwork,
+    settings: NetworkSettings,
+    budget: Budget,
+    *,
+    progress_bar: bool,
+    call: Call = UNSAVED,
 ) -> NetworkFit:
     """Finish a pass that was cut short, then passes in other directions and other groups."""
+    check_data(call, network.data)
+    if call.saved is not None:
+        return _taken_up(call, network, settings, budget, progress_bar)
     progress: Progress = fitted.progress
     progress = replace(
         progress,
         clusters=replace(progress.clusters, passes=list(progress.clusters.passes)),
         history=[*progress.history],
     )
-    if budget.epochs is not None:
-        budget = replace(budget, epochs=progress.epochs + budget.epochs)
-    return _spend(progress, network, settings, budget, None, progress_bar)
+    turn = Turn(None if budget.epochs is None else progress.epochs + budget.epochs, max_passes=None)
+    data = data_digests(network.data) if call.is_kept else None
+    return Spending(progress, turn, network, settings, budget, call, data, progress_bar).run()
 
 
-def _look(network: LinearisedNetwork, settings: NetworkSettings, progress_bar: bool) -> Clusters:
-    """The forward sweep: outputs, targets and features of all data."""
-    with _features(network) as features_of:
-        sweep = sweep_features(network.jacobian, network.data, features_of)
-        total = -(-len(network.data) // parallel.num_processes())
-        visible = progress_bar and parallel.is_main()
-        bar = tqdm(sweep, total=total, desc="Outputs", disable=not visible, leave=False)
-        outputs, targets, features = zip(*bar, strict=True)
-    latent = network.data.gather(outputs).double()
+def _taken_up(
+    call: Call, network: LinearisedNetwork, settings: NetworkSettings, budget: Budget, progress_bar: bool
+) -> NetworkFit:
+    """Where it was saved, or its result if it had ended."""
+    progress, turn = from_content(call.saved, network)
+    if call.has_ended:
+        return _result(progress, network, settings, Status(call.saved["status"]))
+    return Spending(progress, turn, network, settings, budget, call, call.saved["data"], progress_bar).run()
+
+
+def _look(
+    network: LinearisedNetwork, settings: NetworkSettings, progress_bar: bool, call: Call
+) -> tuple[Clusters, Tensor | None]:
+    """The forward sweep: outputs, targets and features of all data; and digests, where these are saved."""
+    data, device, several = network.data, network.jacobian.device, parallel.num_processes() > 1
+    seen: list[tuple[Tensor, ...]] = []
+    if call.saved is not None and not several:
+        seen = [tuple(part.to(device) for part in batch) for batch in call.saved["look"]]
+    with batch_features(network.jacobian) as features_of:
+
+        def look(x: Inputs, y: Tensor) -> tuple[Tensor, ...]:
+            outputs = network.jacobian.forward(x)
+            digests = batch_digests(data, x, y).to(device) if call.is_kept else y[:0]
+            return outputs, y, features_of(x, outputs), digests
+
+        bar = tqdm(
+            data.forward_sweep(look, skip=len(seen)),
+            initial=len(seen),
+            total=-(-len(data) // parallel.num_processes()),
+            desc="Outputs",
+            disable=not (progress_bar and parallel.is_main()),
+            leave=False,
+        )
+        for batch in bar:
+            seen.append(batch)
+            if not several:  # who do not know of each other's batches before the end
+                call.offer(lambda: {"look": seen, "data": torch.cat([batch[3].cpu() for batch in seen])})
+    outputs, targets, features, digests = zip(*seen, strict=True)
+    latent = data.gather(outputs).double()
     likelihood = network.likelihood(latent, noise=1.0)
-    checked = checked_targets(likelihood, latent, network.data.gather(targets))
+    checked = checked_targets(likelihood, latent, data.gather(targets))
     generator = torch.Generator().manual_seed(settings.seed)
     narrowest, widest = parallel.extremes(part.shape[1] for part in features)
-    if narrowest < widest:  # batches are padded, each to its own length
-        return Clusters(likelihood, latent, checked, latent.float(), generator)
-    return Clusters(likelihood, latent, checked, network.data.gather(features), generator)
+    # Where batches are padded, each to its own length, features cannot be compared.
+    clusters = Clusters(
+        likelihood, latent, checked, data.gather(features) if narrowest == widest else latent.float(), generator
+    )
+    return clusters, data.gather(digests).cpu() if call.is_kept else None
 
 
-@contextmanager
-def _features(network: LinearisedNetwork) -> Iterator[Callable[[Inputs, Tensor], Tensor]]:
-    """How to get the features of a batch after its forward pass."""
-    jacobian, sketch = network.jacobian, Sketch()
-    model = jacobian.model if isinstance(jacobian, Jacobian) else nn.Identity()
-    said: list[bool] = []
-    with last_features(model) as latest:
+@dataclass(eq=False)
+class Spending:
+    """One call of fit or refine: passes until the budget is spent, saved as they go."""
 
-        def features_of(x: Inputs, outputs: Tensor) -> Tensor:  # (b, D)
-            found = latest(len(outputs)) if isinstance(jacobian, Jacobian) else x
-            if found is None:
-                if not said:
-                    said.append(True)
-                    warnings.warn(
-                        "This model has no linear last layer whose inputs could tell which data belong together. They "
-                        "are grouped by outputs and inputs instead.",
-                        stacklevel=2,
-                    )
-                tensors = [t for t in (x.values() if isinstance(x, Mapping) else [x]) if isinstance(t, Tensor)]
-                flat = [t.flatten(1).float() for t in tensors if t.ndim > 1 and len(t) == len(outputs)]
-                found = torch.cat([outputs.float(), *flat], 1)
-            return sketch(found)
+    progress: Progress
+    turn: Turn
+    network: LinearisedNetwork
+    settings: NetworkSettings
+    budget: Budget  # of which the seconds count here; epochs are counted in `turn`, from the first
+    call: Call
+    data: Tensor | None  # digests (N,)
+    progress_bar: bool
+    interrupt: Interrupt = field(default_factory=Interrupt)
 
-        yield features_of
+    def run(self) -> NetworkFit:
+        """The posterior of what was swept."""
+        progress, turn, clusters = self.progress, self.turn, self.progress.clusters
+        self.started = time.perf_counter() - turn.seconds
+        self.meter = Meter(progress, self.network, self.started)
+        if turn.missing is None:
+            turn.rank = clusters.rank if clusters.passes else 0
+        with interruptible() as self.interrupt:
+            status = self._passes()
+        progress.seconds += time.perf_counter() - self.started
+        if status is Status.INTERRUPTED:
+            share = float(clusters.passes[-1].counted().double().mean())
+            warnings.warn(
+                f"The run was interrupted with {100 * share:.0f} % of the data of this pass in the posterior, which is "
+                "valid for them. refine(train_loader, …) goes on with the rest.",
+                stacklevel=4,
+            )
+        else:
+            self.call.end(lambda: to_content(progress, turn, status, self.data))
+        return _result(progress, self.network, self.settings, status)
 
-
-def _spend(
-    progress: Progress,
-    network: LinearisedNetwork,
-    settings: NetworkSettings,
-    budget: Budget,
-    max_passes: int | None,
-    progress_bar: bool,
-) -> NetworkFit:
-    """Passes until the budget is spent; the posterior of what was swept."""
-    started, before = time.perf_counter(), progress.seconds
-    clusters, status, passes = progress.clusters, Status.BUDGET, 0
-    rank = clusters.rank if clusters.passes else 0
-    meter = Meter(progress, network, started)
-    with interruptible() as interrupt:
-        while (max_passes is None or passes < max_passes) and not budget.is_spent(progress.epochs, started):
-            resumed = bool(clusters.passes) and not clusters.passes[-1].is_complete
-            target = _next_pass(clusters, network, settings)
-            finished = _sweep(target, progress, network, settings, budget, meter, interrupt, progress_bar, started)
-            passes += 1
-            if parallel.any_of(interrupt.requested):
-                status = Status.INTERRUPTED
-                break
-            if not finished:
-                break
-            known, rank = rank, clusters.rank
+    def _passes(self) -> Status:
+        turn, clusters = self.turn, self.progress.clusters
+        while turn.missing is not None or not (self._is_spent() or turn.passes == turn.max_passes):
+            if turn.missing is None:
+                turn.was_cut_short = bool(clusters.passes) and not clusters.passes[-1].is_complete
+                self._begin_pass()
+            is_finished = self._sweep(clusters.passes[-1])
+            turn.passes, turn.missing = turn.passes + 1, None
+            if parallel.any_of(self.interrupt.requested):
+                return Status.INTERRUPTED
+            if not is_finished:
+                return Status.BUDGET
+            known, turn.rank = turn.rank, clusters.rank
             # Sums on a GPU may differ in the last bit from one process to the next, and what is independent with them.
-            if parallel.any_of(rank == clusters.max_rank or (rank == known and not resumed)):
-                status = Status.EXHAUSTED
-                break
-    if status is Status.INTERRUPTED:
-        share = float(clusters.passes[-1].counted().double().mean())
-        warnings.warn(
-            f"The run was interrupted with {100 * share:.0f} % of the data of this pass in the posterior, which is "
-            "valid for them. refine(train_loader, …) goes on with the rest.",
-            stacklevel=4,
-        )
-    progress.seconds = before + time.perf_counter() - started
-    return _result(progress, network, settings, status)
+            if parallel.any_of(turn.rank == clusters.max_rank or (turn.rank == known and not turn.was_cut_short)):
+                return Status.EXHAUSTED
+        return Status.BUDGET
 
+    def _begin_pass(self) -> None:
+        """The one that was cut short, or a new one."""
+        clusters, network = self.progress.clusters, self.network
+        if self.turn.was_cut_short:
+            last = clusters.passes[-1]
+            clusters.passes[-1] = replace(last, images=last.images.clone(), swept=last.swept.clone())
+        else:
+            like = torch.empty(0, dtype=network.jacobian.dtype, device=network.jacobian.device)
+            directions = clusters.directions(self.settings.cotangents)
+            target = clusters.new_pass(directions, self.settings.num_actions, like, network.jacobian.num_params)
+            clusters.passes.append(target)
+        self.turn.missing = int((~clusters.passes[-1].swept).sum())
+        self.turn.done = self.turn.readings = 0
 
-def _next_pass(clusters: Clusters, network: LinearisedNetwork, settings: NetworkSettings) -> Pass:
-    """The one that was cut short, or a new one."""
-    if clusters.passes and not clusters.passes[-1].is_complete:
-        last = clusters.passes[-1]
-        clusters.passes[-1] = replace(last, images=last.images.clone(), swept=last.swept.clone())
-    else:
-        like = torch.empty(0, dtype=network.jacobian.dtype, device=network.jacobian.device)
-        directions = clusters.directions(settings.cotangents)
-        target = clusters.new_pass(directions, settings.num_actions, like, network.jacobian.num_params)
-        clusters.passes.append(target)
-    return clusters.passes[-1]
+    def _sweep(self, target: Pass) -> bool:
+        """Whether the pass was finished."""
+        progress, turn, network = self.progress, self.turn, self.network
+        missing = turn.missing or 0
+        per_datum = (1 + 2 * len(target.directions)) / 3 / len(target.labels)
+        processes = parallel.num_processes()
+        # On the way only one process can read: the images of several are not summed before the end.
+        has_readings = len(progress.clusters.passes) == 1 and processes == 1
+        sweep = progress.clusters.sweep(target, network.jacobian, network.data, self.settings.chunk_bytes)
+        visible = self.progress_bar and parallel.is_main()
+        bar = tqdm(initial=turn.done, total=missing, desc="IterNCGP", unit="data", disable=not visible)
+        with closing(sweep), bar:
+            try:
+                for batch, size in enumerate(sweep, 1):
+                    turn.done += size
+                    progress.epochs += size * per_datum
+                    bar.update(size)
+                    is_due = turn.done * METER_READINGS >= (turn.readings + 1) * missing and turn.done < missing
+                    if has_readings and is_due:
+                        turn.readings += 1
+                        bar.set_postfix_str(self.meter.read())
+                    if batch % processes and not self._has_spent_epochs():
+                        continue  # until all have done as many
+                    if self._is_spent():
+                        break
+                    if parallel.any_of(self.interrupt.requested):
+                        if self.call.is_kept:
+                            self.call.save(self._content())
+                        break
+                    self.call.offer(self._content)
+            except KeyboardInterrupt:
+                # Asked a second time, a batch may have been cut in two, so nothing is kept; nor where others go on.
+                if self.interrupt.requested or processes > 1:
+                    raise
+                self.interrupt.requested = True
+            progress.clusters.finish(target)
+            if turn.done and (not progress.history or progress.history[-1].epochs != progress.epochs):
+                bar.set_postfix_str(self.meter.read())
+        return turn.done == missing
 
+    def _has_spent_epochs(self) -> bool:
+        return Budget(self.turn.max_epochs).is_spent_in_epochs(self.progress.epochs)
 
-def _sweep(
-    target: Pass,
-    progress: Progress,
-    network: LinearisedNetwork,
-    settings: NetworkSettings,
-    budget: Budget,
-    meter: Meter,
-    interrupt: Interrupt,
-    progress_bar: bool,
-    started: float,
-) -> bool:
-    """Whether the pass was finished."""
-    num_data, missing = len(target.labels), int((~target.swept).sum())
-    per_datum = (1 + 2 * len(target.directions)) / 3 / num_data
-    processes = parallel.num_processes()
-    # On the way only one process can read: the images of several are not summed before the end.
-    done, readings, first = 0, 0, len(progress.clusters.passes) == 1 and processes == 1
-    sweep = progress.clusters.sweep(target, network.jacobian, network.data, settings.chunk_bytes)
-    visible = progress_bar and parallel.is_main()
-    with closing(sweep), tqdm(total=missing, desc="IterNCGP", unit="data", disable=not visible) as bar:
-        try:
-            for batch, size in enumerate(sweep, 1):
-                done += size
-                progress.epochs += size * per_datum
-                bar.update(size)
-                if first and done * METER_READINGS >= (readings + 1) * missing and done < missing:
-                    readings += 1
-                    bar.set_postfix_str(meter.read())
-                if budget.is_spent_in_epochs(progress.epochs):
-                    break
-                if batch % processes:
-                    continue  # until all have done as many: time to agree
-                if parallel.any_of(interrupt.requested) or budget.is_spent(progress.epochs, started):
-                    break
-        except KeyboardInterrupt:
-            # Asked for a second time, a batch may have been cut in two, so nothing is kept; nor where others go on.
-            if interrupt.requested or processes > 1:
-                raise
-            interrupt.requested = True
-        progress.clusters.finish(target)
-        if done and (not progress.history or progress.history[-1].epochs != progress.epochs):
-            bar.set_postfix_str(meter.read())
-    return done == missing
+    def _is_spent(self) -> bool:
+        return replace(self.budget, epochs=self.turn.max_epochs).is_spent(self.progress.epochs, self.started)
+
+    def _content(self) -> dict[str, Any]:
+        """On the way: of several processes, with the images of all of them."""
+        self.turn.seconds = time.perf_counter() - self.started
+        summed = replace(self.progress, clusters=self.progress.clusters.summed())
+        return to_content(summed, self.turn, None, self.data)
 
 
 class Meter:
