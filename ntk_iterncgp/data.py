@@ -93,8 +93,8 @@ class FixedOrderData:
     def forward_sweep(
         self, compute: Callable[[Inputs, Tensor], tuple[Tensor, ...]], *, skip: int = 0
     ) -> Iterator[tuple[Tensor, ...]]:  # (b, …) each
-        """What is computed of each batch of this process's share, but for the first `skip`, without gradients. Where the
-        share is empty, no rows of what the first batch gives: their form is known then."""
+        """What is computed, without gradients, of each batch of this process's share but for the first `skip`. Where
+        the share is empty, no rows of what the first batch gives: their form is known then."""
         share, quietly = self.share(), torch.no_grad()(compute)
         for _, x, y in islice(self.sweep(share), skip, None):
             yield quietly(x, y)

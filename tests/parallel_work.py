@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import ntk_iterncgp  # noqa: F401  registers the flavours
 from ntk_iterncgp import NonConjugateGP, kernels, likelihoods, parallel
+from ntk_iterncgp import checkpoint as checkpoint_module
+from ntk_iterncgp.checkpoint import Checkpoint
+from ntk_iterncgp.solver import State
 
 torch.set_num_threads(1)
 NUM_DATA, CLASSES = 41, 3
@@ -214,20 +218,60 @@ def optimised() -> list[float]:
     return [*gp.optimization_.hyperparameters.values(), gp.optimization_.elbo]
 
 
+# --- killed and taken up --------------------------------------------------------------------------------------------
+
+
+def saving(folder: str, said: list[str]) -> Checkpoint:
+    """Saved whenever it can be."""
+    checkpoint_module.SAVING_SHARE = 1e9
+    return Checkpoint(folder, every_seconds=0, say=said.append)
+
+
+Taken = tuple[list[str], dict[str, Tensor]]  # what was said, and the result
+
+
+def fit_network_saving(folder: str, die_at: int | None, settings: dict[str, Any]) -> Taken:
+    """A fit of which the last process dies when it has read so many data after the first save; or all of it."""
+    la, said = laplace(**settings), list[str]()
+    last = parallel.num_processes() - 1
+    data: Any = TensorDataset(*inputs_and_labels())
+    if die_at is not None:
+        data = Troubled(last, die_at, die, lambda: any(Path(folder).glob("*.safetensors")))
+    la.fit(DataLoader(data, 4), checkpoint=saving(folder, said))
+    return said, of_network(la)
+
+
+def fit_kernel_saving(folder: str, die_at: int | None, settings: dict[str, Any]) -> Taken:
+    """The same for a kernel, by the number of products."""
+    X, y = inputs_and_labels()
+    gp, said = NonConjugateGP(kernels.Matern32(lengthscale=0.4), likelihoods.Softmax(CLASSES), **settings), list[str]()
+
+    def watch(state: State) -> None:
+        if state.num_products == die_at and parallel.rank() == parallel.num_processes() - 1:
+            die()
+
+    gp.fit(X, y, checkpoint=saving(folder, said), callback=watch)
+    mean, covariance = gp.latent(X[:5] + 0.01)
+    return said, {"mean": mean, "covariance": covariance, "gram": gp.posterior_.state.gram}
+
+
 # --- bad days -------------------------------------------------------------------------------------------------------
 
 
 class Troubled(Dataset):
     """Does something on the way, in one process alone."""
 
-    def __init__(self, rank: int, at: int, trouble: Callable[[], None]) -> None:
+    def __init__(
+        self, rank: int, at: int, trouble: Callable[[], None], counts: Callable[[], bool] = lambda: True
+    ) -> None:
         self.pairs, self.rank, self.at, self.trouble, self.read = inputs_and_labels(), rank, at, trouble, 0
+        self.counts = counts
 
     def __len__(self) -> int:
         return NUM_DATA
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        self.read += 1
+        self.read += self.counts()
         if parallel.rank() == self.rank and self.read == self.at:
             self.trouble()
         return self.pairs[0][index], self.pairs[1][index]

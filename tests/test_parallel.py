@@ -159,6 +159,33 @@ def test_what_differs_between_processes_is_refused_in_all_of_them(fit: Any, what
         assert isinstance(one, Failed) and f"{what} expected to be the same in all 2 processes" in one
 
 
+# --- killed and taken up ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "fit", "die_at", "settings"),
+    [
+        (2, 3, work.fit_network_saving, 8, CLUSTERS),
+        (3, 1, work.fit_network_saving, 15, PRODUCTS | {"num_actions": 24}),
+        (1, 2, work.fit_kernel_saving, 4, {"max_products": 6, "actions": "kronecker"}),
+    ],
+    ids=["clusters", "products", "kernel"],
+)
+def test_a_killed_run_goes_on_with_another_number_of_processes(
+    before: int, after: int, fit: Any, die_at: int, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "saved")
+    killed, _ = in_processes(before, fit, folder, die_at, settings)
+    assert killed[-1] is None and all(isinstance(one, Failed) for one in killed[:-1])
+    assert list((tmp_path / "saved").glob("*.safetensors"))
+    found, _ = in_processes(after, fit, folder, None, settings)
+    _, expected = plain(fit(str(tmp_path / "other"), None, settings))
+    for place, (said, result) in enumerate(found):
+        assert said == ([f"Going on with 'fit' in '{folder}' from where it was saved."] if place == 0 else [])
+        assert_close(result, expected)
+    assert not (tmp_path / "saved").exists()
+
+
 # --- the command line -------------------------------------------------------------------------------------------------
 
 FIT = ("fit", str(ROOT / "configs" / "digits.yaml"), "--set", "model.train_epochs=3", "--set", "fit.num_actions=20")
