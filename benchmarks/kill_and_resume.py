@@ -2,7 +2,7 @@
 
     ntk-iterncgp bench kill_and_resume [--quick] [--kills 20] [--seed 0] [--door network] [--json FILE]
 
-Three programs of about a minute, whose data or products are slowed down: a network by clusters (a fit and a refine), a
+Three programs of about a minute, whose layers or products are slowed down: a network by clusters (a fit and a refine), a
 network's refined mean, and a Gaussian process with a kernel. Each is killed 20 times, mostly some time after it has
 saved, now and then at any moment of its life, and must end with the same bits as once undisturbed. Shown is what the
 worst kill lost: how old the last save was, in save intervals; a save is due when one has passed, and comes with the
@@ -38,13 +38,13 @@ class Pace:
     """How long a program takes, how often it saves, and when it is killed; in seconds."""
 
     num_data: int = 2400
-    per_datum: float = 0.004
+    per_batch: float = 0.2
     per_state: float = 0.7
     every: float = 1.0
     latest_kill: float = 4.0
 
 
-QUICK = Pace(num_data=200, per_datum=0.001, per_state=0.02, every=0.02, latest_kill=0.1)
+QUICK = Pace(num_data=200, per_batch=0.02, per_state=0.01, every=0.02, latest_kill=0.1)
 ANY_MOMENT = 0.2  # the share of kills that do not wait for a save
 
 
@@ -60,16 +60,16 @@ class Outcome:
     seconds: float
 
 
-class Slow(TensorDataset):
-    """Takes its time for every datum."""
+class Slow(nn.Module):
+    """Takes its time for every batch."""
 
-    def __init__(self, seconds: float, *tensors: Tensor) -> None:
-        super().__init__(*tensors)
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
         self.seconds = seconds
 
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor) -> Tensor:
         time.sleep(self.seconds)
-        return super().__getitem__(index)
+        return x
 
 
 def _data(number: int) -> tuple[Tensor, Tensor]:
@@ -81,8 +81,9 @@ def _data(number: int) -> tuple[Tensor, Tensor]:
 def _network(pace: Pace, **settings: Any) -> tuple[Any, DataLoader]:
     x, y = _data(pace.num_data)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
-    return Laplace(model, "classification", "all", "iterncgp", **settings), DataLoader(Slow(pace.per_datum, x, y), 40)
+    layers = [nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)]
+    model = nn.Sequential(Slow(pace.per_batch), *layers)
+    return Laplace(model, "classification", "all", "iterncgp", **settings), DataLoader(TensorDataset(x, y), 40)
 
 
 def network(pace: Pace, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -94,7 +95,7 @@ def network(pace: Pace, checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def refined_mean(pace: Pace, checkpoint: Checkpoint) -> dict[str, Any]:
-    faster = replace(pace, per_datum=pace.per_datum / 12)
+    faster = replace(pace, per_batch=pace.per_batch / 5)
     la, loader = _network(faster, mean="refined", num_actions=min(12, pace.num_data // 40), actions_per_step=3)
     with checkpoint:
         la.fit(loader, checkpoint=checkpoint)

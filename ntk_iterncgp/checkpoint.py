@@ -55,7 +55,7 @@ class Checkpoint:
         self._calls, self._together = 0, False
 
     def __enter__(self) -> Checkpoint:
-        self._together = True
+        self._calls, self._together = 0, True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -69,7 +69,7 @@ class Checkpoint:
         self._calls = 0
         if not parallel.is_main():
             return
-        for path in self.directory.glob("[0-9]*-*.safetensors"):
+        for path in self.directory.glob("[0-9]*-*.[ab].safetensors"):
             path.unlink(missing_ok=True)
         self.remove_folder_if_empty()
 
@@ -79,11 +79,11 @@ class Checkpoint:
 
     def call(self, name: str, settings: Mapping[str, Any], model: Mapping[str, Any] | None = None) -> Call:
         """One fit or refine, as it was saved or from its beginning. Calls are known by their order and their name."""
-        number, self._calls = self._calls, self._calls + 1
-        return Call(self, f"{number}-{name}", {"settings": dict(settings), "model": dict(model or {})})
+        return Call(self, f"{self._calls}-{name}", {"settings": dict(settings), "model": dict(model or {})})
 
-    @property
-    def keeps_what_has_ended(self) -> bool:
+    def has_ended(self) -> bool:
+        """A call has, and the next one is counted; whether what it saved is kept for the calls that belong to it."""
+        self._calls += 1
         return self._together
 
 
@@ -149,14 +149,21 @@ class Call:
 
     def end(self, content: Callable[[], Content]) -> None:
         """The call has its result: kept where more calls follow, else removed."""
-        if self.checkpoint is None or self.has_ended:
+        if self.checkpoint is None:
             return
-        if self.checkpoint.keeps_what_has_ended:
+        is_kept = self.checkpoint.has_ended()
+        if self.has_ended:
+            return
+        if is_kept:
             self.save(content(), has_ended=True)
             return
         for slot in (0, 1) if parallel.is_main() else ():
             self._path(slot).unlink(missing_ok=True)
         self.checkpoint.remove_folder_if_empty()
+
+    def forget(self) -> None:
+        """What was saved has been taken up, and need not be in memory twice."""
+        self.saved = None
 
     def _path(self, slot: int) -> Path:
         assert self.checkpoint is not None
@@ -257,6 +264,11 @@ def open_call(checkpoint: Checkpoint | None, name: str, identity: Callable[[], t
             f"checkpoint expects a Checkpoint, for instance Checkpoint('folder'), but got {type(checkpoint).__name__}."
         )
     return checkpoint.call(name, *identity())
+
+
+def unusable(what: str, error: Exception) -> FileError:
+    """For content whose digest is right and which makes no sense all the same."""
+    return FileError(f"The checkpoint is expected to hold {what}, but does not ({error}). Remove it to start anew.")
 
 
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

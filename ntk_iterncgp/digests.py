@@ -56,7 +56,7 @@ def described(value: Any) -> Any:
     return {"class": f"{type(value).__module__}.{type(value).__qualname__}", **held}
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=128)
 def _odd(number: int, seed: int) -> Tensor:  # (number,)
     drawn = torch.randint(-(2**62), 2**62, (number,), generator=torch.Generator().manual_seed(seed))
     return 2 * drawn + 1

@@ -323,10 +323,10 @@ def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path, monkeypatc
 
 def test_others_files_in_the_folder_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / "weights.safetensors").write_text("mine")
+    (tmp_path / "2026-weights.safetensors").write_text("mine")
     with checkpoint_in(tmp_path) as checkpoint:
         RUNS["clusters"](checkpoint)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "weights.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2026-weights.safetensors", "notes.txt"]
 
 
 # The command line

@@ -104,9 +104,8 @@ def test_the_posterior_file_holds_tensors_and_text_alone(run: Path) -> None:
     with safe_open(run / "posterior.safetensors", framework="pt") as file:
         assert {name.partition(".")[0] for name in file.keys()} == {"model", "posterior", "sha256"}  # noqa: SIM118
         header = json.loads(file.metadata()[files.HEADER])
-    assert header["format"] == f"{files.POSTERIOR} {files.POSTERIOR_VERSION}" and header["about"]["class_names"] == [
-        str(c) for c in range(10)
-    ]
+    assert header["format"] == f"{files.POSTERIOR} {files.POSTERIOR_VERSION}"
+    assert header["about"]["class_names"] == [str(c) for c in range(10)]
     short = json.loads((run / "posterior.json").read_text(encoding="utf-8"))
     assert short["num_data"] == 270 and "history" not in short["report"]
 

@@ -41,6 +41,7 @@ from ntk_iterncgp.network.progress import (
     check_data,
     data_digests,
     from_content,
+    seen_batches,
     to_content,
 )
 from ntk_iterncgp.priors.ntk import NTKPrior
@@ -101,9 +102,12 @@ def _taken_up(
 ) -> NetworkFit:
     """Where it was saved, or its result if it had ended."""
     progress, turn = from_content(call.saved, network)
-    if call.has_ended:
-        return _result(progress, network, settings, Status(call.saved["status"]))
-    return Spending(progress, turn, network, settings, budget, call, call.saved["data"], progress_bar).run()
+    data, ended = call.saved["data"], call.saved["status"]
+    call.forget()
+    if ended is None:
+        return Spending(progress, turn, network, settings, budget, call, data, progress_bar).run()
+    call.end(dict)
+    return _result(progress, network, settings, Status(ended))
 
 
 def _look(
@@ -111,9 +115,9 @@ def _look(
 ) -> tuple[Clusters, Tensor | None]:
     """The forward sweep: outputs, targets and features of all data; and digests, where these are saved."""
     data, device, several = network.data, network.jacobian.device, parallel.num_processes() > 1
-    seen: list[tuple[Tensor, ...]] = []
-    if call.saved is not None and not several:
-        seen = [tuple(part.to(device) for part in batch) for batch in call.saved["look"]]
+    seen = seen_batches(call, device)
+    if several:  # who share all of the rows anew
+        seen = []
     with batch_features(network.jacobian) as features_of:
 
         def look(x: Inputs, y: Tensor) -> tuple[Tensor, ...]:

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_iterncgp.checkpoint import Call
+from ntk_iterncgp.checkpoint import Call, unusable
 from ntk_iterncgp.data import FixedOrderData, Inputs
 from ntk_iterncgp.digests import digest_rows
-from ntk_iterncgp.files import FileError
 from ntk_iterncgp.network.clusters import Clusters, Pass
 from ntk_iterncgp.network.linearised import LinearisedNetwork, checked_targets
 from ntk_iterncgp.solver.report import Record, from_table, to_table
@@ -97,7 +96,22 @@ def from_content(saved: Mapping[str, Any], network: LinearisedNetwork) -> tuple[
         )
         return progress, Turn(**saved["turn"])
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise FileError(f"The checkpoint is expected to hold a fit by clusters, but does not ({error}).") from error
+        raise unusable("a fit by clusters", error) from error
+
+
+def seen_batches(call: Call, device: torch.device) -> list[tuple[Tensor, ...]]:
+    """Outputs, targets, features and digests of the batches that a forward sweep had seen."""
+    if call.saved is None:
+        return []
+    try:
+        batches = call.saved["look"]
+        seen = [tuple(_checked(part, "a batch", None, device, len(batch[0])) for part in batch) for batch in batches]
+        if any(len(batch) != 4 or batch[0].ndim != 2 or batch[2].ndim != 2 for batch in seen):
+            raise ValueError("batches of other things")
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise unusable("a forward sweep", error) from error
+    call.forget()
+    return seen
 
 
 def _pass(saved: Mapping[str, Any], network: LinearisedNetwork, shape: tuple[int, int]) -> Pass:

@@ -144,6 +144,7 @@ def _trained(model: nn.Module, setting: Setting) -> float:
     if call.saved is not None:
         model.load_state_dict(call.saved["weights"])
         torch.set_rng_state(call.saved["random"])
+        call.end(dict)
         return float(call.saved["fit"])
     fit = 0.0
     if parallel.is_main():

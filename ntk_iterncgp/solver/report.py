@@ -15,8 +15,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ntk_iterncgp import parallel
-from ntk_iterncgp.checkpoint import UNSAVED, Call
-from ntk_iterncgp.files import FileError
+from ntk_iterncgp.checkpoint import UNSAVED, Call, unusable
 from ntk_iterncgp.interrupt import Interrupt, interruptible
 from ntk_iterncgp.solver.saving import from_content, to_content
 from ntk_iterncgp.solver.state import State
@@ -109,6 +108,7 @@ def drive(
     def content(status: Status | None = None) -> dict[str, Any]:
         return {"state": to_content(state), "history": to_table(history), "status": status, "data": data}
 
+    call.forget()
     try:
         while ended is None:
             try:
@@ -173,7 +173,7 @@ def _taken_up(call: Call, state: State, history: Sequence[Record]) -> tuple[Stat
         saved = from_content(call.saved["state"], state), from_table(call.saved["history"])
         return *saved, None if ended is None else Status(ended)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise FileError(f"The checkpoint is expected to hold a state of this run, but does not ({error}).") from error
+        raise unusable("a state of this run", error) from error
 
 
 def seconds_spent(call: Call, history: Sequence[Record]) -> float:
