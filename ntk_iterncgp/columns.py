@@ -80,6 +80,15 @@ class Columns(Images):
     def rows(self, data: slice) -> Tensor:  # (rows, C, B)
         """The rows of some data of this process, written out in float64."""
 
+    def rows_of(self, data: Tensor) -> Tensor:  # (rows,) -> (rows, C, B)
+        """The rows of any data, given by their numbers, in every process."""
+        mine, first = self.share.mine, self.share.mine.start
+        found = torch.zeros(len(data), self.num_outputs, self.size, dtype=torch.float64, device=self.device)
+        for place, number in enumerate(data.tolist()):
+            if first <= number < mine.stop:
+                found[place] = self.rows(slice(number, number + 1))[0]
+        return self.share.sum(found)
+
     @abstractmethod
     def whole(self) -> Columns:
         """The same matrix with all of its rows in every process."""

@@ -176,5 +176,5 @@ def test_the_benchmark_of_scaling_counts_the_bytes_that_it_expects(
         assert row["work"] > 0 and row["verdict"] == ("" if K == 1 else "too small to judge")
         assert row["bytes_sent"] == pytest.approx(row["expected_bytes"], rel=0.02 if name == "clusters" else 1e-9)
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
-    verdicts = [scaling.Row("kernel", 2, work, 0, 0, 0, True).verdict for work in (0.59, 0.61)]
+    verdicts = [scaling.Row("kernel", 2, work, 0, 0, 0, True).verdict for work in (0.64, 0.66)]
     assert verdicts == ["ok", "MISSED"]

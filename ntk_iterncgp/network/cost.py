@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from ntk_iterncgp import parallel
 from ntk_iterncgp.network.grouping import MAX_FEATURES
 from ntk_iterncgp.network.linearised import PRODUCT_EPOCHS, LinearisedNetwork, NetworkSettings
 
@@ -77,7 +78,7 @@ def estimate_cost(network: LinearisedNetwork, settings: NetworkSettings, *, time
     if timed:
         cotangents = torch.ones(rows, num_outputs, 1, dtype=jacobian.dtype, device=jacobian.device)
         epoch = _seconds(lambda: jacobian.vjp(x, cotangents)) * num_data / rows
-        fit_seconds = epoch * epochs
+        fit_seconds = epoch * epochs / parallel.num_processes()
         at_once = max(1, min(rows, settings.chunk_bytes // jacobian.bytes_per_row(num_outputs)))
         part = next(data.chunk(x, at_once))
         columns = min(actions, TIMED_COLUMNS)
