@@ -2,7 +2,7 @@
 
     ntk-iterncgp bench kill_and_resume [--quick] [--kills 20] [--seed 0] [--door network] [--json FILE]
 
-Three programs of about a minute, whose layers or products are slowed down: a network by clusters (a fit and a refine), a
+Three programs of about a minute, slowed down on purpose: a network by clusters (a fit and a refine), a
 network's refined mean, and a Gaussian process with a kernel. Each is killed 20 times, mostly some time after it has
 saved, now and then at any moment of its life, and must end with the same bits as once undisturbed. Shown is what the
 worst kill lost: how old the last save was, in save intervals; a save is due when one has passed, and comes with the
@@ -19,6 +19,7 @@ import signal
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
@@ -41,7 +42,7 @@ class Pace:
     per_batch: float = 0.2
     per_state: float = 0.7
     every: float = 1.0
-    latest_kill: float = 4.0
+    latest_kill: float = 2.0
 
 
 QUICK = Pace(num_data=200, per_batch=0.02, per_state=0.01, every=0.02, latest_kill=0.1)
@@ -95,8 +96,8 @@ def network(pace: Pace, checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def refined_mean(pace: Pace, checkpoint: Checkpoint) -> dict[str, Any]:
-    faster = replace(pace, per_batch=pace.per_batch / 5)
-    la, loader = _network(faster, mean="refined", num_actions=min(12, pace.num_data // 40), actions_per_step=3)
+    faster = replace(pace, per_batch=pace.per_batch / 10)
+    la, loader = _network(faster, mean="refined", num_actions=min(30, pace.num_data // 40), actions_per_step=3)
     with checkpoint:
         la.fit(loader, checkpoint=checkpoint)
         return _numbers(la.report_, la.state_dict()["posterior"])
@@ -104,7 +105,7 @@ def refined_mean(pace: Pace, checkpoint: Checkpoint) -> dict[str, Any]:
 
 def kernel(pace: Pace, checkpoint: Checkpoint) -> dict[str, Any]:
     x, y = _data(pace.num_data // 5)
-    gp = NonConjugateGP(kernels.Matern32(lengthscale=3.0), likelihoods.Softmax(4), max_products=60, actions="joint")
+    gp = NonConjugateGP(kernels.Matern32(lengthscale=3.0), likelihoods.Softmax(4), max_products=100, actions="joint")
 
     def slowly(state: object) -> None:
         time.sleep(pace.per_state)
@@ -213,6 +214,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     kills = arguments.kills if arguments.kills is not None else (5 if arguments.quick else 20)
     torch.set_num_threads(1)  # a forked process has none of the threads of its parent
+    warnings.filterwarnings("ignore", message="`torch.jit.script`")  # of laplace-torch, in every process
     outcomes = []
     print(f"{'':14}{'killed':>8}{'resumed':>9}{'same bits':>11}{'lost at most':>22}")
     for door in arguments.door or DOORS:

@@ -18,7 +18,9 @@ from torch import Tensor
 from ntk_iterncgp import parallel
 from ntk_iterncgp.checkpoint import Checkpoint
 from ntk_iterncgp.gp_checks import (
+    checked_inputs,
     checked_kernels,
+    checked_like,
     checked_likelihood,
     checked_mean,
     checked_targets,
@@ -289,35 +291,8 @@ class NonConjugateGP:
     # --- checks ---------------------------------------------------------------------------------------------------
 
     def _checked_inputs(self, X: Tensor, name: str, *, new: bool = False) -> Tensor:
-        X = torch.as_tensor(X, device=self.device)
-        if self.dtype is not None:
-            X = X.to(self.dtype)
-        if X.ndim != 2:
-            raise ValueError(
-                f"{name} expects shape (N, d), one row per input, but got {tuple(X.shape)}. "
-                f"Reshape it, for instance {name}[:, None] for one-dimensional inputs."
-            )
-        if not X.is_floating_point():
-            raise TypeError(f"{name} expects floating-point inputs, but got {X.dtype}. Convert it, or set dtype.")
-        if X.numel() == 0 and not (new and X.shape[0] == 0):
-            raise ValueError(
-                f"{name} expects at least one input with at least one dimension, but got {tuple(X.shape)}."
-            )
-        if not bool(torch.isfinite(X).all()):
-            bad = int((~torch.isfinite(X)).any(1).sum())
-            raise ValueError(f"{name} expects finite numbers, but {bad} of its rows hold NaN or infinity. Remove them.")
-        if new:
-            trained = self._trained_inputs
-            if X.shape[1] != trained.shape[1]:
-                raise ValueError(
-                    f"{name} expects {trained.shape[1]} dimensions, as the training inputs, but got {X.shape[1]}."
-                )
-            if X.dtype != trained.dtype or X.device != trained.device:
-                raise TypeError(
-                    f"{name} expects {trained.dtype} on {trained.device}, as the training inputs, but got {X.dtype} on "
-                    f"{X.device}. Convert it, or set dtype and device when making the GP."
-                )
-        return X
+        X = checked_inputs(X, name, self.dtype, self.device, may_be_empty=new)
+        return checked_like(X, name, self._trained_inputs) if new else X
 
     @property
     def _trained_inputs(self) -> Tensor:
