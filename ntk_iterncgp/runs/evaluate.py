@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,7 +45,9 @@ def evaluate(
             fitted = fitted_to(setting)
             save(setting, fitted)
     about = _about(setting, fitted)
-    title = title or f"{config.data.name}, {config.kernel.name or config.model.name}"
+    of_user = config.data.train is not None and config.data.name in ("arrays", "image_folder")
+    data_name = Path(str(config.data.train)).stem if of_user else config.data.name
+    title = title or f"{data_name}, {config.kernel.name or config.model.name}"
     if setting.data.task == "regression":
         return _finish_targets(setting, fitted, about, title)
     return _finish_classes(setting, fitted, about, title)
