@@ -79,7 +79,13 @@ def joined(device_type: str) -> Iterator[None]:
         return
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timeout=TIMEOUT)
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timeout=TIMEOUT)
+    except (ValueError, RuntimeError) as error:
+        raise ProcessFailed(
+            f"This process is expected to be one of {os.environ['WORLD_SIZE']} (WORLD_SIZE), but cannot find the "
+            f"others ({str(error).partition(chr(10))[0]}). Start all of them with torchrun."
+        ) from error
     try:
         yield
     finally:
@@ -152,7 +158,7 @@ def check_same(tensors: Sequence[Tensor], what: str) -> None:
     """Refuse to work as one on what is not the same in all processes."""
     if num_processes() == 1:
         return
-    mine = torch.stack([_fingerprint(tensor) for tensor in tensors]).to(_control_device())
+    mine = torch.stack([_fingerprint(tensor) for tensor in tensors]).nan_to_num(0.5).to(_control_device())
     if any_of(not torch.equal(mine, from_main(mine.clone()))):
         raise ValueError(
             f"{what} expected to be the same in all {num_processes()} processes, which work on one problem together, "

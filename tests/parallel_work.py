@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ import ntk_iterncgp  # noqa: F401  registers the flavours
 from ntk_iterncgp import NonConjugateGP, kernels, likelihoods, parallel
 from ntk_iterncgp import checkpoint as checkpoint_module
 from ntk_iterncgp.checkpoint import Checkpoint
+from ntk_iterncgp.priors import GramPrior
 from ntk_iterncgp.solver import State
 
 torch.set_num_threads(1)
@@ -186,10 +188,12 @@ def kernel_results() -> Results:
         "several kernels, compressed": NonConjugateGP(different, softmax, max_products=8, max_rank=5),
         "many coordinates": NonConjugateGP(kernels.Matern12(lengthscale=2.0), softmax, max_products=6),
         "random subspace": NonConjugateGP(matern, softmax, policy="random_subspace", max_products=8),
+        "by rows, as on a GPU": NonConjugateGP(matern, softmax, max_products=4),
     }
     for name, gp in gps.items():
         inputs = X if name != "many coordinates" else torch.cat([X, X.sin(), X.cos(), X.exp(), X**2, X**3], 1)
-        gp.fit(inputs, y)
+        with mock.patch.object(GramPrior, "_by_rows", "rows" in name):
+            gp.fit(inputs, y)
         mean, covariance = gp.latent(inputs[:5] + 0.01)
         evidence, report = gp.log_evidence(), gp.report_
         numbers = [report.information_captured, report.rank, report.num_products, report.num_newton_steps]
@@ -200,6 +204,7 @@ def kernel_results() -> Results:
             "probabilities": gp.predict(inputs[:5] + 0.01, link="quadrature"),
             "evidence": torch.tensor([evidence.lower, evidence.upper, gp.elbo()], dtype=torch.float64),
             "actions": gp.posterior_.state.buffer.actions.whole().factor.matrix,
+            "some rows": gp.posterior_.state.buffer.actions.rows_of(torch.tensor([40, 3, 17])),
             "report": torch.tensor(numbers, dtype=torch.float64),
             "history": torch.tensor(history, dtype=torch.float64),
         }

@@ -238,6 +238,16 @@ def test_only_fit_is_for_several_processes(
     assert f"can 'fit' together, but not '{command[0]}'" in capsys.readouterr().err
 
 
+def test_a_process_that_does_not_find_the_others_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    assert cli.main([*FIT, "--output-dir", str(tmp_path)]) == cli.FAILURE
+    assert "one of 2 (WORLD_SIZE), but cannot find the others" in capsys.readouterr().err
+
+
 # --- shares -----------------------------------------------------------------------------------------------------------
 
 

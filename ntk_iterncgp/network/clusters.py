@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -52,6 +53,9 @@ class Pass:
     images: Tensor  # A (q·B, P)
     swept: Tensor  # which data are in A already (N,)
     by_group: bool = False  # the data are visited group by group
+
+    SUMS: ClassVar[tuple[str, ...]] = ("images",)
+    """What is summed over data. Of several processes each has its own part of it while a sweep goes on."""
 
     @property
     def num_groups(self) -> int:
@@ -165,8 +169,9 @@ class Clusters:
         and each gradient goes to its group. Several processes go through the same batches and take turns: each has the
         gradients of its own in `images` until `finish` sums them, and after every round all have done the same number.
         """
-        if not parallel.is_main():
-            target.images.zero_()  # what is there from before is counted once
+        if not parallel.is_main():  # what is there from before is counted once
+            for name in target.SUMS:
+                getattr(target, name).zero_()
         curved = torch.stack([self.curvature(u) for u in target.directions], 2)  # (N, C, q)
         target.by_group = data.can_jump(len(self.outputs))
         if target.by_group:
@@ -192,15 +197,17 @@ class Clusters:
             yield len(rows)
 
     def finish(self, target: Pass) -> None:
-        """After a sweep, or a part of one: the images of all processes, in each."""
-        target.images = parallel.all_sum(target.images)
+        """After a sweep, or a part of one: the sums of all processes, in each."""
+        for name in target.SUMS:
+            setattr(target, name, parallel.all_sum(getattr(target, name)))
 
     def summed(self) -> Clusters:
         """As if the sweep that is going on were finished; it goes on from what it has."""
         if parallel.num_processes() == 1:
             return self
         *done, last = self.passes
-        return replace(self, passes=[*done, replace(last, images=parallel.all_sum(last.images.clone()))])
+        sums: dict[str, Any] = {name: parallel.all_sum(getattr(last, name).clone()) for name in last.SUMS}
+        return replace(self, passes=[*done, replace(last, **sums)])
 
     # --- what there is ---------------------------------------------------------------------------------------------
 
