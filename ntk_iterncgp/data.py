@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from functools import cached_property
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -38,7 +39,6 @@ class FixedOrderData:
         self._batches = in_fixed_order(loader)
         self._source = random_access(loader, self._batches)
         self._keeps_order: bool | None = None  # not looked at yet
-        self._share: parallel.Share | None = None
 
     def __len__(self) -> int:
         """The number of batches."""
@@ -54,19 +54,21 @@ class FixedOrderData:
         for batch in self._batches:
             yield self.split(batch)
 
+    @cached_property
+    def sizes(self) -> list[int]:
+        """How many data each batch holds, the same in all processes."""
+        indices = [] if self._source is None else list(self._source.indices)
+        if self._source is not None and self._source.settings["collate_fn"] is default_collate:
+            sizes = [len(rows) for rows in torch.arange(len(indices)).split(self.batch_size)]
+        else:  # only reading them tells
+            sizes = [self.num_rows(x) for x, _ in self.batches()]
+        same = [torch.tensor(indices), torch.tensor(sizes), next(self.batches())[1]]
+        parallel.check_same(same, "The training data (all of them, without a DistributedSampler) are")
+        return sizes
+
     def share(self) -> parallel.Share | None:
         """The rows of this process, whole batches; None where there is only one process, which need not count them."""
-        if self._share is None and parallel.num_processes() > 1:
-            indices = [] if self._source is None else list(self._source.indices)
-            _, targets = next(self.batches())
-            if self._source is not None and self._source.settings["collate_fn"] is default_collate:
-                sizes = [len(rows) for rows in torch.arange(len(indices)).split(self.batch_size)]
-            else:  # only reading them tells how many there are
-                sizes = [self.num_rows(x) for x, _ in self.batches()]
-            same = [torch.tensor(indices), torch.tensor(sizes), targets]
-            parallel.check_same(same, "The training data (all of them, without a DistributedSampler) are")
-            self._share = parallel.Share.of_batches(sizes)
-        return self._share
+        return None if parallel.num_processes() == 1 else parallel.Share.of_batches(self.sizes)
 
     def sweep(self, share: parallel.Share | None) -> Iterator[tuple[slice, Inputs, Tensor]]:
         """One sweep over a process's share of the rows, in order, with their numbers; None for all of them.
@@ -90,21 +92,30 @@ class FixedOrderData:
                     yield here, slice_rows(x, part, stop - start), y[part]
             start = stop
 
-    def forward_sweep(
+    def each_batch(
         self, compute: Callable[[Inputs, Tensor], tuple[Tensor, ...]], *, skip: int = 0
     ) -> Iterator[tuple[Tensor, ...]]:  # (b, …) each
-        """What is computed, without gradients, of each batch of this process's share but for the first `skip`. Where
-        the share is empty, no rows of what the first batch gives: their form is known then."""
-        share, quietly = self.share(), torch.no_grad()(compute)
-        for _, x, y in islice(self.sweep(share), skip, None):
-            yield quietly(x, y)
-        if share is not None and share.size == 0:
-            yield tuple(rows[:0] for rows in quietly(*next(self.batches())))
+        """What is computed, without gradients, of each batch in order, but for the first `skip`. Several processes take
+        turns, and after each round all have all of it."""
+        compute, K = torch.no_grad()(compute), parallel.num_processes()
+        if K == 1:
+            yield from (compute(x, y) for x, y in islice(self.batches(), skip, None))
+            return
+        mine = self._some_batches(range(skip + parallel.rank(), len(self.sizes), K))
+        for first in range(skip, len(self.sizes), K):
+            sizes = self.sizes[first : first + K]
+            if parallel.rank() < len(sizes):
+                own = compute(*next(mine))
+            else:  # no rows of what any batch gives
+                own = tuple(rows[:0] for rows in compute(*next(self.batches())))
+            share = parallel.Share((0, *accumulate([*sizes, *[0] * (K - len(sizes))])))
+            yield from zip(*(share.gather(rows).split(sizes) for rows in _of_one_width(own)), strict=True)
 
-    def gather(self, parts: Sequence[Tensor]) -> Tensor:  # (b, …) each -> (N, …)
-        """All rows, from the parts of this process's share."""
-        share, mine = self.share(), torch.cat(list(parts))
-        return mine if share is None else share.gather(mine)
+    def _some_batches(self, numbers: range) -> Iterator[tuple[Inputs, Tensor]]:
+        if not self.can_jump(sum(self.sizes)):
+            return (batch for number, batch in enumerate(self.batches()) if number in numbers)
+        starts = [0, *accumulate(self.sizes)]
+        return self.visit([torch.arange(starts[number], starts[number + 1]) for number in numbers])
 
     def split(self, batch: Any) -> tuple[Inputs, Tensor]:
         """A batch as (x, y), on the device."""
@@ -182,6 +193,15 @@ class FixedOrderData:
         rows = self.num_rows(x)
         for start in range(0, rows, size):
             yield slice_rows(x, slice(start, min(start + size, rows)), rows)
+
+
+def _of_one_width(blocks: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Blocks that all processes can put together: without columns where batches were padded, each to its own length."""
+    least, most = parallel.extremes([sum(block.shape[1] for block in blocks if block.ndim > 1)])
+    if least == most:
+        return blocks
+    ragged = [block.ndim > 1 and len(set(parallel.extremes([block.shape[1]]))) > 1 for block in blocks]
+    return tuple(block[:, :0] if is_ragged else block for block, is_ragged in zip(blocks, ragged, strict=True))
 
 
 def slice_rows(x: Inputs, part: slice | Tensor, num_rows: int) -> Inputs:

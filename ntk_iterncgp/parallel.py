@@ -236,6 +236,8 @@ class Share:
             return block
         if block.dtype == torch.bool:
             return self.gather(block.byte(), per_row).bool()
+        if 0 in block.shape[1:]:
+            return block.new_zeros(per_row * self.num_rows, *block.shape[1:])
         sizes = [per_row * (stop - start) for start, stop in pairwise(self.starts)]
         sent = block.new_zeros(max(sizes), *block.shape[1:])  # the same size from every process, as gloo wants it
         sent[: len(block)] = block

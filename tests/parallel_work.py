@@ -27,6 +27,7 @@ import ntk_iterncgp  # noqa: F401  registers the flavours
 from ntk_iterncgp import NonConjugateGP, kernels, likelihoods, parallel
 from ntk_iterncgp import checkpoint as checkpoint_module
 from ntk_iterncgp.checkpoint import Checkpoint
+from ntk_iterncgp.data import FixedOrderData
 from ntk_iterncgp.priors import GramPrior
 from ntk_iterncgp.solver import State
 
@@ -221,6 +222,14 @@ def optimised() -> list[float]:
     gp.optimize(X, X.sin().sum(1), max_steps=2)
     assert gp.optimization_ is not None
     return [*gp.optimization_.hyperparameters.values(), gp.optimization_.elbo]
+
+
+def ragged_batches() -> list[list[tuple[int, ...]]]:
+    """The shapes of what all processes get of batches that are padded, each to its own length."""
+    batches = [(torch.ones(rows, width), torch.ones(rows)) for rows, width in ((3, 2), (3, 2), (3, 4), (1, 4))]
+    data = FixedOrderData(batches, device=torch.device("cpu"))
+    found = data.each_batch(lambda x, y: (x, y, x[:, :1]))
+    return [[tuple(block.shape) for block in batch] for batch in found]
 
 
 # --- killed and taken up --------------------------------------------------------------------------------------------

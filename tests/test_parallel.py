@@ -95,6 +95,12 @@ def test_a_fit_by_clusters_sends_the_images_once() -> None:
         assert more <= bytes_many - bytes_few <= 1.01 * more  # and a flag for each round of batches
 
 
+def test_blocks_of_several_widths_are_gathered_without_their_columns() -> None:
+    found, _ = in_processes(3, work.ragged_batches)
+    for one in found:
+        assert one == [[[rows, 0], [rows], [rows, 1]] for rows in (3, 3, 3, 1)]
+
+
 # --- bad days -----------------------------------------------------------------------------------------------------
 
 CLUSTERS, PRODUCTS = {"num_actions": 7}, {"policy": "random_subspace", "num_actions": 8}
@@ -166,10 +172,11 @@ def test_what_differs_between_processes_is_refused_in_all_of_them(fit: Any, what
     ("before", "after", "fit", "die_at", "settings"),
     [
         (2, 3, work.fit_network_saving, 8, CLUSTERS),
+        (2, 3, work.fit_network_saving, 50, CLUSTERS),
         (3, 1, work.fit_network_saving, 15, PRODUCTS | {"num_actions": 24}),
         (1, 2, work.fit_kernel_saving, 4, {"max_products": 6, "actions": "kronecker"}),
     ],
-    ids=["clusters", "products", "kernel"],
+    ids=["clusters, looking", "clusters, sweeping", "products", "kernel"],
 )
 def test_a_killed_run_goes_on_with_another_number_of_processes(
     before: int, after: int, fit: Any, die_at: int, settings: dict[str, Any], tmp_path: Path

@@ -113,10 +113,7 @@ class IterNCGPLastLayerLaplace(IterNCGPLaplace):
                     "its outputs are not those of that layer. Return the layer's outputs as they are, or name another "
                     "layer (last_layer_name)."
                 )
-            batches = list(data.forward_sweep(lambda x, y: (self._features(x), y)))
-            if data.share() is not None:  # each process has computed its own
-                of_all = (data.gather(parts).split(len(features)) for parts in zip(*batches, strict=True))
-                batches = list(zip(*of_all, strict=True))
+            batches = list(data.each_batch(lambda x, y: (self._features(x), y)))
         return jacobian, FixedOrderData(batches, device=self._device)
 
     def _features(self, x: Inputs) -> Tensor:  # (b, D)

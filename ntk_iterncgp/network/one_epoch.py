@@ -3,8 +3,8 @@
 The meter needs tr(W K), which is known before the backward sweep begins, so it can be read on the way. Stopped at any
 time, by Ctrl-C or by a budget, the posterior is that of the data swept so far, and `refine` goes on with the rest.
 
-Several processes share the forward sweep by rows and take turns in the backward sweep. What the clock, Ctrl-C and the
-checkpoint say is agreed upon after each round, when all have done as many batches.
+Several processes take turns with the batches. What the clock, Ctrl-C and the checkpoint say is agreed upon after each
+round, when all have done as many.
 """
 
 from __future__ import annotations
@@ -114,40 +114,34 @@ def _look(
     network: LinearisedNetwork, settings: NetworkSettings, progress_bar: bool, call: Call
 ) -> tuple[Clusters, Tensor | None]:
     """The forward sweep: outputs, targets and features of all data; and digests, where these are saved."""
-    data, device, several = network.data, network.jacobian.device, parallel.num_processes() > 1
+    data, device = network.data, network.jacobian.device
     seen = seen_batches(call, device)
-    if several:  # who share all of the rows anew
-        seen = []
     with batch_features(network.jacobian) as features_of:
 
         def look(x: Inputs, y: Tensor) -> tuple[Tensor, ...]:
             outputs = network.jacobian.forward(x)
-            digests = batch_digests(data, x, y).to(device) if call.is_kept else y[:0]
-            return outputs, y, features_of(x, outputs), digests
+            digests = (batch_digests(data, x, y).to(device),) if call.is_kept else ()
+            return outputs, y, features_of(x, outputs), *digests
 
         bar = tqdm(
-            data.forward_sweep(look, skip=len(seen)),
+            data.each_batch(look, skip=len(seen)),
             initial=len(seen),
-            total=-(-len(data) // parallel.num_processes()),
+            total=len(data),
             desc="Outputs",
             disable=not (progress_bar and parallel.is_main()),
             leave=False,
         )
         for batch in bar:
             seen.append(batch)
-            if not several:  # who do not know of each other's batches before the end
-                call.offer(lambda: {"look": seen, "data": torch.cat([batch[3].cpu() for batch in seen])})
-    outputs, targets, features, digests = zip(*seen, strict=True)
-    latent = data.gather(outputs).double()
+            call.offer(lambda: {"look": seen, "data": torch.cat([batch[3].cpu() for batch in seen])})
+    columns = list(zip(*seen, strict=True))
+    latent, targets, features = torch.cat(columns[0]).double(), torch.cat(columns[1]), columns[2]
     likelihood = network.likelihood(latent, noise=1.0)
-    checked = checked_targets(likelihood, latent, data.gather(targets))
+    checked = checked_targets(likelihood, latent, targets)
     generator = torch.Generator().manual_seed(settings.seed)
-    narrowest, widest = parallel.extremes(part.shape[1] for part in features)
-    # Where batches are padded, each to its own length, features cannot be compared.
-    clusters = Clusters(
-        likelihood, latent, checked, data.gather(features) if narrowest == widest else latent.float(), generator
-    )
-    return clusters, data.gather(digests).cpu() if call.is_kept else None
+    same_width = len({part.shape[1] for part in features}) == 1  # or else batches are padded, each to its own length
+    clusters = Clusters(likelihood, latent, checked, torch.cat(features) if same_width else latent.float(), generator)
+    return clusters, torch.cat([part.cpu() for part in columns[3]]) if call.is_kept else None
 
 
 @dataclass(eq=False)

@@ -214,5 +214,5 @@ def _size(num_bytes: int) -> str:
 
 def sweep_outputs(jacobian: NetworkJacobian, data: FixedOrderData) -> tuple[Tensor, Tensor]:  # (N, C), targets
     """The network's outputs and the targets at all training inputs: one forward sweep."""
-    outputs, targets = zip(*data.forward_sweep(lambda x, y: (jacobian.forward(x), y)), strict=True)
-    return data.gather(outputs), data.gather(targets)
+    outputs, targets = zip(*data.each_batch(lambda x, y: (jacobian.forward(x), y)), strict=True)
+    return torch.cat(outputs), torch.cat(targets)
