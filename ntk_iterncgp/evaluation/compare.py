@@ -28,7 +28,8 @@ from ntk_iterncgp.evaluation.links import entropy
 from ntk_iterncgp.evaluation.metrics import ClassificationMetrics, classification_metrics
 from ntk_iterncgp.evaluation.ood import OODMetrics, ood_metrics
 from ntk_iterncgp.evaluation.uncertainty import Difference, area_under_risk_curve, bootstrap_difference
-from ntk_iterncgp.priors.jacobian import Jacobian, Rows
+from ntk_iterncgp.priors.jacobian import Jacobian
+from ntk_iterncgp.priors.rows import Rows
 from ntk_iterncgp.tuning import ValidationPart
 
 LABELS = {"map": "network as it is (MAP)", "temperature": "temperature scaling", "ours": "ours"}

@@ -26,7 +26,8 @@ from ntk_iterncgp.network import (
     fit_network,
     refine_network,
 )
-from ntk_iterncgp.priors.jacobian import NetworkJacobian, Rows
+from ntk_iterncgp.priors.jacobian import NetworkJacobian
+from ntk_iterncgp.priors.rows import Rows
 from ntk_iterncgp.solver import NewtonOptions, Policy, Stopping, resolve_policy
 from ntk_iterncgp.solver.report import FitReport
 from ntk_iterncgp.solver.stopping import whole_number
