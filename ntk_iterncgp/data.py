@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, islice
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from ntk_iterncgp import parallel
 from ntk_iterncgp.order import FixedBatches, in_fixed_order, random_access
+from ntk_iterncgp.threads import enter_eval_mode, leave_eval_mode, together
 
 Inputs = Any  # a tensor, or a mapping of tensors and other things
 
@@ -237,13 +238,8 @@ def to_device(x: Inputs, device: torch.device) -> Inputs:
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """The model in eval mode; each module's own train/eval flag comes back afterwards, whatever happens."""
-    flags = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
+    with together(model, partial(enter_eval_mode, model), leave_eval_mode):
         yield
-    finally:
-        for module, training in flags:
-            module.training = training
 
 
 def probe(model: nn.Module, forward: Callable[[Inputs], Tensor], data: FixedOrderData) -> None:

@@ -17,8 +17,8 @@ MAX_LINES = 350
 
 # Rooms from the foundations up. A room may import from lines above its own, and from itself.
 ORDER = [
-    {"parallel", "files", "digests"},
-    {"checkpoint", "order", "interrupt"},
+    {"parallel", "threads", "files", "digests"},
+    {"checkpoint", "order", "interrupt", "memory"},
     {"data"},
     {"columns"},
     {"kernels"},
@@ -26,6 +26,8 @@ ORDER = [
     {"priors"},
     {"solver"},
     {"posterior", "weight_posterior"},
+    {"self_check"},
+    {"weight_check"},
     {"predictive"},
     {"network"},
     {"tuning", "hyperparameters", "gp_checks", "gp_saving"},

@@ -19,6 +19,7 @@ from torch import Tensor
 from ntk_iterncgp import parallel
 from ntk_iterncgp.columns import Buffer, Columns, DenseColumns, Images, KroneckerColumns
 from ntk_iterncgp.kernels import Kernel, KernelMatrix
+from ntk_iterncgp.kernels.choice import DEFAULT_TOLERANCE
 from ntk_iterncgp.kernels.tiles import WHOLE, Part
 from ntk_iterncgp.parallel import Share
 from ntk_iterncgp.priors.base import AtInputs, Prior
@@ -124,6 +125,15 @@ class GramPrior(Prior):
         for start in range(mine.start, mine.stop, step):
             data = slice(start, min(start + step, mine.stop))
             yield data, self.blocks_of(self.inputs[data])
+
+    def pick(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        yield rows, self.inputs[rows]
+
+    @property
+    def product_tolerance(self) -> float:
+        if all(matrix.choice.pattern is None for matrix in self.matrices):
+            return 0.0
+        return DEFAULT_TOLERANCE if self.tolerance is None else self.tolerance
 
     def blocks_of(self, x: Tensor) -> Tensor:  # (b, C, C)
         """k(x, x) at each input, in float64."""
