@@ -28,6 +28,7 @@ from typing import Any, final
 
 from torch import Tensor
 
+from ntk_iterncgp import parallel
 from ntk_iterncgp.files import FileError, read_tensors, temporary_prefix, with_tensors, without_tensors, write_tensors
 
 FORMAT, VERSION = "ntk-iterncgp checkpoint", 1
@@ -66,12 +67,14 @@ class Checkpoint:
     def clear(self) -> None:
         """Remove everything that was saved; the next call starts anew."""
         self._calls = 0
+        if not parallel.is_main():
+            return
         for path in self.directory.glob("[0-9]*-*.[ab].safetensors"):
             path.unlink(missing_ok=True)
         self.remove_folder_if_empty()
 
     def remove_folder_if_empty(self) -> None:
-        if self.directory.is_dir() and not any(self.directory.iterdir()):
+        if parallel.is_main() and self.directory.is_dir() and not any(self.directory.iterdir()):
             self.directory.rmdir()
 
     def call(self, name: str, settings: Mapping[str, Any], model: Mapping[str, Any] | None = None) -> Call:
@@ -106,11 +109,11 @@ class Call:
         return self.checkpoint is not None
 
     def is_due(self) -> bool:
-        """Whether it is time to save again."""
+        """Whether it is time to save again; of several processes the main one's clock says so."""
         if self.checkpoint is None:
             return False
         wait = max(self.checkpoint.every_seconds, self._save_seconds / SAVING_SHARE)
-        return time.monotonic() - self._last_save >= wait
+        return parallel.any_of(parallel.is_main() and time.monotonic() - self._last_save >= wait)
 
     def offer(self, content: Callable[[], Content]) -> None:
         """Save if it is time."""
@@ -118,8 +121,8 @@ class Call:
             self.save(content())
 
     def save(self, content: Content, *, has_ended: bool = False) -> None:
-        """Save now. What goes wrong is told once; the run goes on, and the last good file stays."""
-        if self.checkpoint is None:
+        """Save now. What goes wrong is told once; the run goes on, and the last good file stays. One process writes."""
+        if self.checkpoint is None or not parallel.is_main():
             return
         started = time.monotonic()
         tensors: dict[str, Tensor] = {}
@@ -137,7 +140,7 @@ class Call:
         except OSError as error:
             if not self._complained:
                 self._complained = True
-                self.checkpoint.say(
+                self._say(
                     f"Could not save to '{self.checkpoint.directory}' ({error.strerror or error}). The run goes on and "
                     f"tries again{'' if self._sequence == 0 else '; what was saved before is intact'}."
                 )
@@ -154,7 +157,7 @@ class Call:
         if is_kept:
             self.save(content(), has_ended=True)
             return
-        for slot in (0, 1):
+        for slot in (0, 1) if parallel.is_main() else ():
             self._path(slot).unlink(missing_ok=True)
         self.checkpoint.remove_folder_if_empty()
 
@@ -169,9 +172,32 @@ class Call:
     # --- finding ------------------------------------------------------------------------------------------------------
 
     def _open(self, checkpoint: Checkpoint) -> None:
+        if parallel.is_main():
+            self._prepare(checkpoint)
+        with parallel.main_first():
+            found = [loaded for slot in (0, 1) if (loaded := self._read(slot)) is not None]
+        last = max((about["sequence"] for about, _ in found), default=-1)
+        if len(set(parallel.extremes([last]))) > 1:
+            raise FileError(
+                f"All processes are expected to find the same checkpoint in '{checkpoint.directory}', but do not. Name "
+                "a folder that all of them see."
+            )
+        if not found:
+            return
+        about, content = max(found, key=lambda pair: pair[0]["sequence"])
+        self.refuse(_differences(about["identity"], self.identity))
+        self._sequence, self.saved, self.has_ended = about["sequence"] + 1, content, about["has_ended"]
+        what = f"'{self.name.partition('-')[2]}' in '{checkpoint.directory}'"
+        if self.has_ended:
+            self._say(f"The result of {what} was saved already, and is taken from there.")
+        else:
+            self._say(f"Going on with {what} from where it was saved.")
+
+    def _prepare(self, checkpoint: Checkpoint) -> None:
+        """A folder that can be written to, without what a killed process was writing."""
         try:
             checkpoint.directory.mkdir(parents=True, exist_ok=True)
-            for slot in (0, 1):  # what a killed process was writing
+            for slot in (0, 1):
                 for path in checkpoint.directory.glob(f"{temporary_prefix(self._path(slot))}*"):
                     path.unlink(missing_ok=True)
             probe = checkpoint.directory / f".{self.name}.writable"
@@ -182,17 +208,10 @@ class Call:
                 f"Checkpoints are expected to be saved in '{checkpoint.directory}', but it cannot be written to "
                 f"({error.strerror or error}). Name another folder."
             ) from error
-        found = [loaded for slot in (0, 1) if (loaded := self._read(slot)) is not None]
-        if not found:
-            return
-        about, content = max(found, key=lambda pair: pair[0]["sequence"])
-        self.refuse(_differences(about["identity"], self.identity))
-        self._sequence, self.saved, self.has_ended = about["sequence"] + 1, content, about["has_ended"]
-        what = f"'{self.name.partition('-')[2]}' in '{checkpoint.directory}'"
-        if self.has_ended:
-            checkpoint.say(f"The result of {what} was saved already, and is taken from there.")
-        else:
-            checkpoint.say(f"Going on with {what} from where it was saved.")
+
+    def _say(self, sentence: str) -> None:
+        if self.checkpoint is not None and parallel.is_main():
+            self.checkpoint.say(sentence)
 
     def _read(self, slot: int) -> tuple[dict[str, Any], Any] | None:
         """What one of the two files holds; None, with a sentence, where it cannot be used."""
@@ -211,7 +230,7 @@ class Call:
             problem = f"'{path}' is damaged ({error})."
         else:
             return about, content
-        self.checkpoint.say(f"A checkpoint is passed over: {problem}")
+        self._say(f"A checkpoint is passed over: {problem}")
         return None
 
     # --- whose it is --------------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@
     ntk-iterncgp bench [NAME]                       benchmarks of the repository
     ntk-iterncgp reproduce NAME                     the paper's experiments
 
+    torchrun --nproc_per_node=K -m ntk_iterncgp fit CONFIG    the same on K GPUs, or in K processes
+
 What a user got wrong is one sentence on stderr and exit code 2; what the machine refused (a full disk) is 1; Ctrl-C is
 130. A traceback is a defect of the package. Results are written under a temporary name and renamed when complete.
 """
@@ -18,15 +20,18 @@ import ast
 import importlib
 import importlib.util
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+from ntk_iterncgp import parallel
 from ntk_iterncgp.config import ConfigError, RunConfig, load
 from ntk_iterncgp.files import FileError
 
 FAILURE, USER_ERROR, INTERRUPTED = 1, 2, 130
+GRACE_SECONDS = 5.0
 COMMANDS = "{fit,predict,evaluate,demo,bench,reproduce}"
 
 
@@ -42,17 +47,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given[:1] == ["reproduce"]:  # it parses its own arguments
             return _reproduce(given[1:])
         arguments = _parser().parse_args(given)
+        if parallel.launched_rank() is not None and arguments.command != "fit":
+            raise ConfigError(
+                f"Several processes can 'fit' together, but not '{arguments.command}': start one of them."
+            )
         return int(arguments.run(arguments))
     except (ConfigError, FileError) as error:
-        print(f"ntk-iterncgp: {error}", file=sys.stderr)
-        return USER_ERROR
+        return _end(USER_ERROR, f"ntk-iterncgp: {error}")
     except KeyboardInterrupt:
-        print("\nntk-iterncgp: interrupted.", file=sys.stderr)
-        return INTERRUPTED
+        return _end(INTERRUPTED, "\nntk-iterncgp: interrupted.")
+    except parallel.ProcessFailed as error:
+        return _end(FAILURE, f"ntk-iterncgp: {error}")
     except OSError as error:  # a full disk, a folder that went away
         where = f" '{error.filename}'" if error.filename else ""
-        print(f"ntk-iterncgp: cannot read or write{where} ({error.strerror or error}).", file=sys.stderr)
-        return FAILURE
+        return _end(FAILURE, f"ntk-iterncgp: cannot read or write{where} ({error.strerror or error}).")
+
+
+def _end(code: int, message: str) -> int:
+    """Of several processes the first speaks and ends, and torchrun then ends the others."""
+    if parallel.launched_rank():
+        time.sleep(GRACE_SECONDS)
+    print(message, file=sys.stderr)
+    return code
 
 
 def _parser() -> _Parser:

@@ -8,6 +8,9 @@ columns (S a), inner products (SᵀV), and inner products through a block-diagon
                     the images of r·q actions, and only the N×r factor is ever stored.
 
 Columns may be float32; everything summed over rows is summed in float64, a slice of rows at a time.
+
+Of several processes each stores the rows of its own data (`share`). Vectors and blocks that go in and come out, and
+sums over rows, are whole in all of them.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from ntk_iterncgp.parallel import Share
 
 SLICE_BYTES = 2**20  # a float64 slice of rows: large enough for a GEMM, small enough to stay in cache
 NARROW = 16  # columns that are this many times fewer may be held in float64 beside the others
@@ -44,8 +49,9 @@ class Images(ABC):
 class Columns(Images):
     """A matrix with `num_data · num_outputs` rows and `size` columns. Never changed once made."""
 
-    def __init__(self, num_data: int, num_outputs: int, size: int, like: Tensor) -> None:
-        self.num_data, self.num_outputs, self.size = num_data, num_outputs, size
+    def __init__(self, share: Share, num_outputs: int, size: int, like: Tensor) -> None:
+        self.share, self.num_data = share, share.num_rows
+        self.num_outputs, self.size = num_outputs, size
         self.dtype, self.device = like.dtype, like.device
 
     @property
@@ -72,7 +78,20 @@ class Columns(Images):
 
     @abstractmethod
     def rows(self, data: slice) -> Tensor:  # (rows, C, B)
-        """The rows of some data, written out in float64."""
+        """The rows of some data of this process, written out in float64."""
+
+    def rows_of(self, data: Tensor) -> Tensor:  # (rows,) -> (rows, C, B)
+        """The rows of any data, given by their numbers, in every process."""
+        mine, first = self.share.mine, self.share.mine.start
+        found = torch.zeros(len(data), self.num_outputs, self.size, dtype=torch.float64, device=self.device)
+        for place, number in enumerate(data.tolist()):
+            if first <= number < mine.stop:
+                found[place] = self.rows(slice(number, number + 1))[0]
+        return self.share.sum(found)
+
+    @abstractmethod
+    def whole(self) -> Columns:
+        """The same matrix with all of its rows in every process."""
 
     @abstractmethod
     def append(self, other: Images) -> Columns: ...
@@ -93,11 +112,11 @@ class Columns(Images):
         return 1e-8 if self.dtype == torch.float64 else 1e-4
 
     def slices(self, num_columns: int | None = None) -> Iterator[slice]:
-        """Slices of data whose rows, in float64, fill about `SLICE_BYTES`."""
+        """Slices of this process's data whose rows, in float64, fill about `SLICE_BYTES`."""
         width = max(1, self.size if num_columns is None else num_columns)
         step = max(1, SLICE_BYTES // (8 * self.num_outputs * width))
-        for start in range(0, self.num_data, step):
-            yield slice(start, min(start + step, self.num_data))
+        for start in range(self.share.mine.start, self.share.mine.stop, step):
+            yield slice(start, min(start + step, self.share.mine.stop))
 
     @abstractmethod
     def diagonal_inner(self, diagonal: Tensor, other: Columns) -> Tensor:  # (N, C) -> (B, B')
@@ -110,14 +129,17 @@ class Columns(Images):
             right = other.rows(data)
             left = right if other is self else self.rows(data)
             total += left.flatten(0, 1).T @ weight(data, right).flatten(0, 1)
-        return total
+        return self.share.sum(total)
 
 
 class DenseColumns(Columns):
-    """Columns written out; `storage` (capacity, n) holds one column per row so that a new one is a contiguous write."""
+    """Columns written out; `storage` (capacity, n) holds one column per row so that a new one is a contiguous write.
 
-    def __init__(self, storage: Tensor, size: int, num_outputs: int) -> None:
-        super().__init__(storage.shape[1] // num_outputs, num_outputs, size, storage)
+    Without a `share` the matrix is whole in every process.
+    """
+
+    def __init__(self, storage: Tensor, size: int, num_outputs: int, share: Share | None = None) -> None:
+        super().__init__(share or Share.whole(storage.shape[1] // num_outputs), num_outputs, size, storage)
         self.storage = storage  # (capacity, n)
 
     @property
@@ -126,34 +148,45 @@ class DenseColumns(Columns):
 
     @classmethod
     def empty(
-        cls, num_data: int, num_outputs: int, *, capacity: int, dtype: torch.dtype, device: torch.device
+        cls, share: Share, num_outputs: int, *, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> DenseColumns:
-        return cls(torch.empty(capacity, num_data * num_outputs, dtype=dtype, device=device), 0, num_outputs)
+        return cls(torch.empty(capacity, share.size * num_outputs, dtype=dtype, device=device), 0, num_outputs, share)
 
     @classmethod
-    def of(cls, block: Tensor, num_outputs: int) -> DenseColumns:  # (n, k)
-        return cls(block.T.contiguous(), block.shape[1], num_outputs)
+    def of(cls, block: Tensor, num_outputs: int, share: Share | None = None) -> DenseColumns:  # (n, k)
+        """From the rows of this process."""
+        return cls(block.T.contiguous(), block.shape[1], num_outputs, share)
 
     @property
     def matrix(self) -> Tensor:  # (n, B)
+        """The rows of this process."""
         return self.storage[: self.size].T
 
+    def whole(self) -> DenseColumns:
+        if self.share.is_whole:
+            return self
+        return DenseColumns.of(self.share.gather(self.matrix, self.num_outputs), self.num_outputs)
+
     def combine(self, coefficients: Tensor) -> Tensor:
-        return (self.matrix @ coefficients.to(self.dtype)).double()
+        return self.share.gather(self.matrix @ coefficients.to(self.dtype), self.num_outputs).double()
 
     def inner(self, block: Tensor) -> Tensor:
+        return self._inner(self.share.take(block))
+
+    def _inner(self, block: Tensor) -> Tensor:
+        """SᵀV, given the rows of this process."""
         if self.dtype == torch.float64:
-            return self.matrix.T @ block.double()
+            return self.share.sum(self.matrix.T @ block.double())
         total = torch.zeros(self.size, block.shape[1], dtype=torch.float64, device=self.device)
         for data in self.slices():
-            rows = slice(data.start * self.num_outputs, data.stop * self.num_outputs)
+            rows = self._stored(data)
             total += self.storage[: self.size, rows].double() @ block[rows].double()
-        return total
+        return self.share.sum(total)
 
     def gram(self, other: Columns) -> Tensor:
         assert isinstance(other, DenseColumns)
         if self.dtype == torch.float64:
-            return self.matrix.T @ other.matrix
+            return self.share.sum(self.matrix.T @ other.matrix)
         return self.weighted_inner(lambda data, block: block, other)
 
     def diagonal_inner(self, diagonal: Tensor, other: Columns) -> Tensor:
@@ -162,12 +195,17 @@ class DenseColumns(Columns):
     def weighted_inner(self, weight: Weight, other: Columns) -> Tensor:
         if other.size > max(1, self.size // NARROW):
             return super().weighted_inner(weight, other)
-        everything = slice(0, self.num_data)  # the few columns of one new block, weighted as a whole
-        return self.inner(weight(everything, other.rows(everything)).flatten(0, 1))
+        mine = self.share.mine  # the few columns of one new block, weighted as a whole
+        return self._inner(weight(mine, other.rows(mine)).flatten(0, 1))
 
     def rows(self, data: slice) -> Tensor:
-        part = self.storage[: self.size, data.start * self.num_outputs : data.stop * self.num_outputs]
+        part = self.storage[: self.size, self._stored(data)]
         return part.T.unflatten(0, (data.stop - data.start, self.num_outputs)).double()
+
+    def _stored(self, data: slice) -> slice:
+        """Where the rows of some data of this process are."""
+        first, C = self.share.mine.start, self.num_outputs
+        return slice((data.start - first) * C, (data.stop - first) * C)
 
     def append(self, other: Images) -> DenseColumns:
         """Writes behind the used columns where there is room.
@@ -181,15 +219,16 @@ class DenseColumns(Columns):
             storage = storage.new_empty(max(size, int(1.5 * self.size)), storage.shape[1])
             storage[: self.size] = self.storage[: self.size]
         storage[self.size : size] = other.storage[: other.size]
-        return DenseColumns(storage, size, self.num_outputs)
+        return DenseColumns(storage, size, self.num_outputs, self.share)
 
     def rotate(self, coefficients: Tensor) -> DenseColumns:
         rotated = coefficients.T.to(self.dtype) @ self.storage[: self.size]
-        return DenseColumns(rotated, rotated.shape[0], self.num_outputs)
+        return DenseColumns(rotated, rotated.shape[0], self.num_outputs, self.share)
 
     def orthonormalise(self, block: Tensor, project: Callable[[Tensor], Tensor]) -> DenseColumns:
-        new = _orthonormalise(project(block), self.matrix, self.tolerance)
-        return DenseColumns.of(project(new), self.num_outputs)  # once more: rounding is no longer small after scaling
+        new = _orthonormalise(self.share.take(project(block)), self.matrix, self.tolerance, self.share)
+        new = project(new)  # once more: rounding is no longer small after scaling
+        return DenseColumns.of(new, self.num_outputs, self.share)
 
 
 class KroneckerColumns(Columns):
@@ -197,13 +236,16 @@ class KroneckerColumns(Columns):
 
     def __init__(self, factor: DenseColumns, contrasts: Tensor) -> None:
         num_outputs, num_contrasts = contrasts.shape
-        super().__init__(factor.num_data, num_outputs, factor.size * num_contrasts, factor.storage)
+        super().__init__(factor.share, num_outputs, factor.size * num_contrasts, factor.storage)
         self._factor = factor  # (N, r)
         self.contrasts = contrasts  # (C, q), float64
 
     @property
     def factor(self) -> DenseColumns:
         return self._factor
+
+    def whole(self) -> KroneckerColumns:
+        return KroneckerColumns(self.factor.whole(), self.contrasts)
 
     def combine(self, coefficients: Tensor) -> Tensor:
         r, q, k = self.factor.size, self.contrasts.shape[1], coefficients.shape[1]
@@ -232,7 +274,7 @@ class KroneckerColumns(Columns):
             left, right = self.factor.rows(data).squeeze(1), other.factor.rows(data).squeeze(1)
             for c in range(self.num_outputs):
                 grams[c] += left.T @ (diagonal[data, c, None] * right)
-        total = torch.einsum("crs,cj,ck->rjsk", grams, self.contrasts, other.contrasts)
+        total = torch.einsum("crs,cj,ck->rjsk", self.share.sum(grams), self.contrasts, other.contrasts)
         return total.reshape(self.size, other.size)
 
     def weighted_inner(self, weight: Weight, other: Columns) -> Tensor:
@@ -245,7 +287,7 @@ class KroneckerColumns(Columns):
             block = self.contrasts.T @ weight(data, other.contrasts.expand(len(left), -1, -1))  # (rows, q, q)
             for j in range(q):
                 total[j] += left.T @ (right[:, :, None] * block[:, j, None, :]).flatten(1)
-        return total.transpose(0, 1).reshape(self.size, other.size)
+        return self.share.sum(total).transpose(0, 1).reshape(self.size, other.size)
 
     def append(self, other: Images) -> KroneckerColumns:
         assert isinstance(other, KroneckerColumns)
@@ -277,19 +319,21 @@ class Buffer:
         return Buffer(self.actions.rotate(coefficients), self.images.rotate(coefficients))
 
 
-def _orthonormalise(block: Tensor, basis: Tensor, tolerance: float) -> Tensor:  # (n, k), (n, B) -> (n, k')
+def _orthonormalise(
+    block: Tensor, basis: Tensor, tolerance: float, share: Share
+) -> Tensor:  # (n, k), (n, B) -> (n, k')
     """Gram–Schmidt, twice, first against the basis and then column by column within the block."""
-    norms = torch.linalg.vector_norm(block.double(), dim=0)
+    norms = share.norm(block.double())
     block = (block / torch.where(norms > 0, norms, 1.0)).to(basis.dtype)
     for _ in range(2):
-        block = block - basis @ (basis.T @ block)
+        block = block - basis @ share.sum(basis.T @ block)
     kept = torch.zeros_like(block)
     keep = torch.zeros(block.shape[1], dtype=torch.bool, device=block.device)
     for j in range(block.shape[1]):  # over actions, never over data
         column, previous = block[:, j], kept[:, :j]
         for _ in range(2):
-            column = column - previous @ (previous.T @ column)
-        norm = torch.linalg.vector_norm(column)
+            column = column - previous @ share.sum(previous.T @ column)
+        norm = share.norm(column)
         keep[j] = (norm > tolerance) & (norms[j] > 0)
         kept[:, j] = torch.where(keep[j], column / norm, 0.0)
     return kept[:, keep]

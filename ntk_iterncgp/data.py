@@ -8,23 +8,18 @@ inconsistent with the others, so it is looked for at the door and named.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from itertools import accumulate, islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    default_collate,
-)
+from torch.utils.data import DataLoader, default_collate
 
+from ntk_iterncgp import parallel
+from ntk_iterncgp.order import FixedBatches, in_fixed_order, random_access
 from ntk_iterncgp.threads import enter_eval_mode, leave_eval_mode, together
 
 Inputs = Any  # a tensor, or a mapping of tensors and other things
@@ -42,8 +37,8 @@ class FixedOrderData:
         dict_key_y: str = "labels",
     ) -> None:
         self.device, self.dict_key_x, self.dict_key_y = device, dict_key_x, dict_key_y
-        self._batches = _in_fixed_order(loader)
-        self._source = _random_access(loader, self._batches)
+        self._batches = in_fixed_order(loader)
+        self._source = random_access(loader, self._batches)
         self._keeps_order: bool | None = None  # not looked at yet
 
     def __len__(self) -> int:
@@ -59,6 +54,69 @@ class FixedOrderData:
         """One sweep, on the device."""
         for batch in self._batches:
             yield self.split(batch)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """How many data each batch holds, the same in all processes."""
+        indices = [] if self._source is None else list(self._source.indices)
+        if self._source is not None and self._source.settings["collate_fn"] is default_collate:
+            sizes = [len(rows) for rows in torch.arange(len(indices)).split(self.batch_size)]
+        else:  # only reading them tells
+            sizes = [self.num_rows(x) for x, _ in self.batches()]
+        same = [torch.tensor(indices), torch.tensor(sizes), next(self.batches())[1]]
+        parallel.check_same(same, "The training data (all of them, without a DistributedSampler) are")
+        return sizes
+
+    def share(self) -> parallel.Share | None:
+        """The rows of this process, whole batches; None where there is only one process, which need not count them."""
+        return None if parallel.num_processes() == 1 else parallel.Share.of_batches(self.sizes)
+
+    def sweep(self, share: parallel.Share | None) -> Iterator[tuple[slice, Inputs, Tensor]]:
+        """One sweep over a process's share of the rows, in order, with their numbers; None for all of them.
+
+        Data that only come in order are read by every process, and used by one.
+        """
+        start, mine, batches = 0, None, self.batches()
+        if share is not None and not share.is_whole:
+            mine = share.mine
+            if self.can_jump(share.num_rows):
+                start, rows = mine.start, torch.arange(mine.start, mine.stop)
+                batches = self.visit(rows.split(self.batch_size) if len(rows) else ())
+        for x, y in batches:
+            stop = start + self.num_rows(x)
+            if mine is None:
+                yield slice(start, stop), x, y
+            else:
+                here = slice(max(start, mine.start), min(stop, mine.stop))
+                if here.start < here.stop:
+                    part = slice(here.start - start, here.stop - start)
+                    yield here, slice_rows(x, part, stop - start), y[part]
+            start = stop
+
+    def each_batch(
+        self, compute: Callable[[Inputs, Tensor], tuple[Tensor, ...]], *, skip: int = 0
+    ) -> Iterator[tuple[Tensor, ...]]:  # (b, …) each
+        """What is computed, without gradients, of each batch in order, but for the first `skip`. Several processes take
+        turns, and after each round all have all of it."""
+        compute, K = torch.no_grad()(compute), parallel.num_processes()
+        if K == 1:
+            yield from (compute(x, y) for x, y in islice(self.batches(), skip, None))
+            return
+        mine = self._some_batches(range(skip + parallel.rank(), len(self.sizes), K))
+        for first in range(skip, len(self.sizes), K):
+            sizes = self.sizes[first : first + K]
+            if parallel.rank() < len(sizes):
+                own = compute(*next(mine))
+            else:  # no rows of what any batch gives
+                own = tuple(rows[:0] for rows in compute(*next(self.batches())))
+            share = parallel.Share((0, *accumulate([*sizes, *[0] * (K - len(sizes))])))
+            yield from zip(*(share.gather(rows).split(sizes) for rows in _of_one_width(own)), strict=True)
+
+    def _some_batches(self, numbers: range) -> Iterator[tuple[Inputs, Tensor]]:
+        if not self.can_jump(sum(self.sizes)):
+            return (batch for number, batch in enumerate(self.batches()) if number in numbers)
+        starts = [0, *accumulate(self.sizes)]
+        return self.visit([torch.arange(starts[number], starts[number + 1]) for number in numbers])
 
     def split(self, batch: Any) -> tuple[Inputs, Tensor]:
         """A batch as (x, y), on the device."""
@@ -106,12 +164,14 @@ class FixedOrderData:
         assert self._source is not None
         source = self._source
         chosen = [[source.indices[row] for row in rows.tolist()] for rows in batches]
-        for batch in _FixedBatches(DataLoader(source.dataset, batch_sampler=chosen, **source.settings), len(chosen)):
+        for batch in FixedBatches(DataLoader(source.dataset, batch_sampler=chosen, **source.settings), len(chosen)):
             yield self.split(batch)
 
     def pick(self, rows: Tensor, num_data: int, batch_size: int) -> Iterator[tuple[Tensor, Inputs]]:
         """Chosen rows in ascending order, with their numbers: visited where that is possible, else met in a sweep."""
         rows = rows.sort().values
+        if len(rows) == 0:
+            return
         if self.can_jump(num_data):
             parts = rows.split(batch_size)
             for part, (x, _) in zip(parts, self.visit(parts), strict=True):
@@ -134,6 +194,15 @@ class FixedOrderData:
         rows = self.num_rows(x)
         for start in range(0, rows, size):
             yield slice_rows(x, slice(start, min(start + size, rows)), rows)
+
+
+def _of_one_width(blocks: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Blocks that all processes can put together: without columns where batches were padded, each to its own length."""
+    least, most = parallel.extremes([sum(block.shape[1] for block in blocks if block.ndim > 1)])
+    if least == most:
+        return blocks
+    ragged = [block.ndim > 1 and len(set(parallel.extremes([block.shape[1]]))) > 1 for block in blocks]
+    return tuple(block[:, :0] if is_ragged else block for block, is_ragged in zip(blocks, ragged, strict=True))
 
 
 def slice_rows(x: Inputs, part: slice | Tensor, num_rows: int) -> Inputs:
@@ -224,115 +293,6 @@ def probe(model: nn.Module, forward: Callable[[Inputs], Tensor], data: FixedOrde
             "Each output is expected to depend on its own input alone, but the first one changed by "
             f"{error:.2g} when the rest of its batch was left out. Use BatchNorm with running statistics."
         )
-
-
-class _FixedBatches:
-    """A re-iterable over a loader's batches: those drawn from its sampler once."""
-
-    def __init__(self, iterable: Iterable[Any], length: int, drawn: list[Any] | None = None) -> None:
-        self._iterable, self._length, self.drawn = iterable, length, drawn
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __iter__(self) -> Iterator[Any]:
-        state = torch.get_rng_state()  # a DataLoader draws a seed for its workers from the caller's random numbers
-        iterator = iter(self._iterable)
-        torch.set_rng_state(state)
-        return iterator
-
-
-def _in_fixed_order(loader: DataLoader | Sequence[Any]) -> Any:
-    if not isinstance(loader, DataLoader):
-        if not isinstance(loader, Sequence):
-            raise TypeError(
-                f"The training data are expected as a torch DataLoader or a list of batches, since they are swept "
-                f"several times, but got {type(loader).__name__}."
-            )
-        return _nonempty(loader, len(loader))
-    if isinstance(loader.dataset, IterableDataset):
-        try:
-            length = len(loader)
-        except TypeError:
-            raise ValueError(
-                "An IterableDataset is expected to know its length, so that costs can be told and rows be numbered, "
-                "but this one does not. Give it a __len__, or use a map-style dataset."
-            ) from None
-        return _nonempty(_FixedBatches(loader, length), length)
-    batched = loader.batch_sampler
-    if type(batched) is BatchSampler and isinstance(batched.sampler, SequentialSampler):
-        return _nonempty(_FixedBatches(loader, len(loader)), len(loader))
-    drawn, settings = _drawn_once(loader), _loader_settings(loader)
-    if loader.batch_sampler is None:
-        fixed: DataLoader = DataLoader(loader.dataset, batch_size=None, sampler=drawn, **settings)
-    else:
-        fixed = DataLoader(loader.dataset, batch_sampler=drawn, **settings)
-    return _nonempty(_FixedBatches(fixed, len(drawn), drawn), len(drawn))
-
-
-def _loader_settings(loader: DataLoader) -> dict[str, Any]:
-    return dict(
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-    )
-
-
-class _RandomAccess(NamedTuple):
-    """A dataset, the index of each row in it, and how to load from it."""
-
-    dataset: Any
-    indices: Sequence[int]
-    settings: dict[str, Any]
-    batch_size: int
-
-
-def _random_access(loader: Any, batches: Any) -> _RandomAccess | None:
-    """None for data that only come in order."""
-    if (
-        not isinstance(loader, DataLoader)
-        or isinstance(loader.dataset, IterableDataset)
-        or type(loader.batch_sampler) is not BatchSampler
-    ):
-        return None
-    drawn = batches.drawn
-    if drawn is None:  # in the order of the dataset
-        sampler = loader.batch_sampler
-        size = len(loader.dataset)  # type: ignore[arg-type]
-        indices: Sequence[int] = range(size - size % sampler.batch_size if sampler.drop_last else size)
-    else:
-        indices = [index for batch in drawn for index in batch]
-    return _RandomAccess(loader.dataset, indices, _loader_settings(loader), loader.batch_sampler.batch_size)
-
-
-def _drawn_once(loader: DataLoader) -> list[Any]:
-    """The indices of each batch. A plain permutation of the data set or of a part is put in order, so that it is the
-    same in every loader; other samplers are drawn from once, with the random state of the caller left as it was."""
-    batched = loader.batch_sampler
-    sampler = batched.sampler if type(batched) is BatchSampler else loader.sampler
-    indices = _permuted(sampler)
-    if indices is not None and type(batched) is BatchSampler and not batched.drop_last:
-        return [list(indices[i : i + batched.batch_size]) for i in range(0, len(indices), batched.batch_size)]
-    with torch.random.fork_rng(devices=[]):
-        return list(sampler) if batched is None else [list(batch) for batch in batched]
-
-
-def _permuted(sampler: Any) -> Sequence[int] | None:
-    """What a sampler only changes the order of."""
-    if isinstance(sampler, SubsetRandomSampler):
-        return sorted(sampler.indices)
-    if isinstance(sampler, RandomSampler) and not sampler.replacement:
-        return range(sampler.num_samples) if sampler.num_samples == len(sampler.data_source) else None
-    return None
-
-
-def _nonempty(batches: Any, length: int) -> Any:
-    if length == 0:
-        raise ValueError("The training data are expected to hold at least one batch, but the loader is empty.")
-    return batches
 
 
 def _equal(a: Inputs, b: Inputs) -> bool:

@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ntk_iterncgp import parallel
 from ntk_iterncgp.checkpoint import Checkpoint
 from ntk_iterncgp.gp_checks import (
     check_memory,
@@ -130,6 +131,7 @@ class NonConjugateGP:
 
     # --- fitting --------------------------------------------------------------------------------------------------
 
+    @parallel.together()
     @torch.no_grad()
     def fit(
         self,
@@ -146,6 +148,7 @@ class NonConjugateGP:
         """
         inputs = self._checked_inputs(X, "X").detach().clone()  # what the caller does to X later changes nothing here
         targets = checked_targets(y, inputs, self.likelihood).clone()
+        parallel.check_same([inputs, targets], "X and y are")
         prior = GramPrior(
             self.kernels,
             inputs,
@@ -172,6 +175,7 @@ class NonConjugateGP:
         )
         return self._take(state, replace(report, products_by=prior.how))
 
+    @parallel.together()
     def optimize(
         self,
         X: Tensor,
@@ -205,6 +209,7 @@ class NonConjugateGP:
         )
         return self
 
+    @parallel.together()
     @torch.no_grad()
     def refine(
         self,

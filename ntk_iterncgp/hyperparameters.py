@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from tqdm.auto import tqdm
 
+from ntk_iterncgp import parallel
 from ntk_iterncgp.columns import Columns, DenseColumns, KroneckerColumns
 from ntk_iterncgp.kernels import Kernel
 from ntk_iterncgp.likelihoods import Gaussian, Likelihood
@@ -82,7 +83,8 @@ def maximise_elbo(
         raise ValueError(f"optimize expects something to optimise, but all of {list(values)} are fixed.")
     history: list[dict[str, Any]] = []
     best, best_elbo, num_products, status = values, -math.inf, 0, "max_steps"
-    for _ in tqdm(range(max_steps), desc="Hyperparameters", disable=not progress_bar):
+    visible = progress_bar and parallel.is_main()
+    for _ in tqdm(range(max_steps), desc="Hyperparameters", disable=not visible):
         state = fit(*with_values(kernels, likelihood, values))
         elbo, num_products = Posterior(state).elbo(), num_products + state.num_products
         history.append({"elbo": elbo} | {name: values[name].tolist() for name in values})
@@ -171,10 +173,16 @@ def climb(
 
 def elbo_at(state: State, kernels: list[Kernel], noise: Tensor | None = None) -> Tensor:
     """The bound for other kernels (and noise), differentiable, with the actions and sites of a state."""
-    problem, actions, prior = state.problem, state.buffer.actions, state.problem.prior
+    problem, actions, prior = state.problem, state.buffer.actions.whole(), state.problem.prior
     assert isinstance(prior, GramPrior)
     moved = GramPrior(
-        kernels, prior.inputs, prior.mean[0], chunk_bytes=prior.chunk_bytes, method=prior.method, tolerance=0.0
+        kernels,
+        prior.inputs,
+        prior.mean[0],
+        chunk_bytes=prior.chunk_bytes,
+        method=prior.method,
+        tolerance=0.0,
+        share=actions.share,  # every process climbs alike, on its own
     )
     images = moved.image(actions)
     gram = _gram(actions, images)

@@ -76,7 +76,7 @@ class Posterior:
             covariance = _floor_diagonal(covariance - half @ half.mT)
             targets = problem.targets[data]
             total += problem.likelihood.expected_log_prob(state.latent[data], covariance, targets).sum()
-        return float(total) - divergence
+        return float(self.prior.share.sum(total)) - divergence
 
     def bytes_per_input(self) -> int:
         """What one input costs while `latent` works on it."""

@@ -32,6 +32,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ntk_iterncgp import parallel
 from ntk_iterncgp.columns import Buffer
 from ntk_iterncgp.priors.base import AtInputs, Prior
 from ntk_iterncgp.solver.newton import ascend
@@ -44,6 +45,7 @@ PROBES = 2
 MARGIN = 250.0  # in units of rounding
 FLOOR = 1e-11  # what is asked of float64: kernels of many coordinates are computed to 2e-13 of k(x, x)
 MAX_SETTLING_STEPS = 20
+ELSEWHERE = "the same in all processes, but another one has found something wrong"
 UNMENDABLE = {"actions", "point", "prior"}  # from which all else follows
 
 
@@ -54,14 +56,14 @@ class SelfCheckError(RuntimeError):
 def checked(state: State, history: Sequence[Record], *, ascends: bool) -> State:
     """The state, mended where that is possible. `ascends` says whether every step had to raise Ψ."""
     found = problems(state)
-    if found.keys() - UNMENDABLE:
-        told = "; and ".join(found.values())
+    if parallel.any_of(bool(found.keys() - UNMENDABLE)):  # several processes mend together
+        told = "; and ".join(found.values()) or ELSEWHERE
         warnings.warn(f"The self-check expected {told}. It is computed again.", stacklevel=4)
-        state = recomputed(state, with_images=bool(found.keys() & {"images", "gram"}))
+        state = recomputed(state, with_images=parallel.any_of(bool(found.keys() & {"images", "gram"})))
         found = problems(state)
     found |= falls(history) if ascends else {}
-    if found:
-        raise SelfCheckError(refusal(found.values()))
+    if parallel.any_of(bool(found)):
+        raise SelfCheckError(refusal(found.values() or [ELSEWHERE]))
     return state
 
 
@@ -134,7 +136,7 @@ def _images(state: State, rows: Tensor, at: AtInputs) -> dict[str, str]:
     if not float((at.mean - prior.mean[rows]).abs().max()) <= _rounding(state) * size:
         found["prior"] = "the prior mean to be that of the fit, but at some data it has changed"
     images = prior.lift(state.buffer.images)
-    stored = torch.cat([images.rows(slice(i, i + 1)) for i in rows.tolist()])  # (b, C, B)
+    stored = images.rows_of(rows)  # (b, C, B)
     total = prior.num_data * float(variance.sum(1).mean())  # tr K
     scale = (variance.clamp_min(0) * total).sqrt()[..., None]
     error = float(((stored - at.cross).abs() / scale.clamp_min(1e-300)).max())

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import hyperparameters, kernels, ntk, one_epoch, peers, soak, solver, when_it_helps
+from benchmarks import hyperparameters, kernels, ntk, one_epoch, peers, scaling, soak, solver, when_it_helps
 from ntk_iterncgp.kernels import fused
+from tests.parallel_work import in_processes
 
 
 def test_the_solver_benchmark_prints_a_table_and_writes_its_ratios(
@@ -157,6 +158,26 @@ def test_the_benchmark_of_peers_has_ours_at_three_budgets_and_never_below_the_ex
     assert [row["method"] for row in ours] == ["ours, 1.3 epochs", "ours, 5.0 epochs", "ours, 20.0 epochs"]
     assert all(row["variance"] >= 1 - 1e-4 for row in ours)
     assert ours[-1]["variance"] <= ours[0]["variance"] + 1e-6
+
+
+def test_the_benchmark_of_scaling_counts_the_bytes_that_it_expects(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch(num_processes: int, size: scaling.Size) -> dict[str, dict[str, float]]:
+        found, _ = in_processes(num_processes, scaling.measure, size)
+        return found[0]
+
+    monkeypatch.setattr(scaling.rows, "__defaults__", (launch,))  # without the seconds that torchrun takes to start
+    file = tmp_path / "scaling.json"
+    scaling.main(["--quick", "--json", str(file)])
+    rows = {(row["name"], row["num_processes"]): row for row in json.loads(file.read_text())["results"]}
+    assert rows.keys() == {(name, K) for name in ("clusters", "product", "kernel") for K in (1, 2)}
+    for (name, K), row in rows.items():
+        assert row["work"] > 0 and row["verdict"] == ("" if K == 1 else "too small to judge")
+        assert row["bytes_sent"] == pytest.approx(row["expected_bytes"], rel=0.02 if name == "clusters" else 1e-9)
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
+    verdicts = [scaling.Row("kernel", 2, work, 0, 0, 0, True).verdict for work in (0.64, 0.66)]
+    assert verdicts == ["ok", "MISSED"]
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident memory is read from /proc")

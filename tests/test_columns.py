@@ -12,6 +12,7 @@ from torch import Tensor
 from ntk_iterncgp import columns as module
 from ntk_iterncgp.columns import Buffer, Columns, DenseColumns, KroneckerColumns
 from ntk_iterncgp.likelihoods import Softmax
+from ntk_iterncgp.parallel import Share
 
 N, C = 22, 4
 TINY_SLICE = 8 * C * 5 * 3  # three data of five columns
@@ -43,7 +44,7 @@ def make(form: str, size: int, *, dtype: torch.dtype = torch.float64, seed: int 
 
 
 def empty(form: str, *, dtype: torch.dtype = torch.float64, capacity: int = 2) -> Columns:
-    dense = DenseColumns.empty(N, C if form == "dense" else 1, capacity=capacity, dtype=dtype, device=CPU)
+    dense = DenseColumns.empty(Share.whole(N), C if form == "dense" else 1, capacity=capacity, dtype=dtype, device=CPU)
     return dense if form == "dense" else KroneckerColumns(dense, contrasts())
 
 

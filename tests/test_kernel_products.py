@@ -27,10 +27,12 @@ from ntk_iterncgp.kernels import (
     choice,
     fused,
     kernel_matmul,
+    reduction,
 )
 from ntk_iterncgp.kernels.formula import Formula
 from ntk_iterncgp.kernels.gemm import reach
 from ntk_iterncgp.kernels.sparse import Leaves, Pattern
+from ntk_iterncgp.kernels.tiles import WHOLE, Part, PlainEngine
 from tests.test_kernels import close, dense, draw
 
 STATIONARY: list[type[Stationary]] = [RBF, Matern12, Matern32, Matern52]
@@ -442,3 +444,37 @@ def test_a_broken_build_of_keops_gets_a_sentence(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(pykeops.LazyTensor, "__matmul__", cut_short)
     with pytest.raises(RuntimeError, match=r"could not \(file too short\).*clean_pykeops"):
         KernelMatrix(RBF(), torch.rand(4, 2), torch.rand(5, 2), method="keops") @ torch.rand(5, 1)
+
+
+@pytest.mark.parametrize("method", ["plain", "gemm", "sparse"])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("of", [2, 3, 50])
+def test_the_parts_of_a_matrix_sum_to_the_matrix(method: str, symmetric: bool, of: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    X = torch.rand(150, 3, generator=generator, dtype=torch.float64)
+    V = torch.randn(150, 4, generator=generator, dtype=torch.float64)
+    kernel, rows = Matern32(lengthscale=0.1), X if symmetric else X[:70] + 0.01
+    settings: dict[str, Any] = dict(method=method, tolerance=1e-6, chunk_bytes=6 * 8 * 20**2)  # tiles of 20 by 20
+    whole = KernelMatrix(kernel, rows, X, **settings) @ V
+    parts = [KernelMatrix(kernel, rows, X, **settings, part=Part(number, of)) @ V for number in range(of)]
+    torch.testing.assert_close(sum(parts), whole, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("method", ["plain", "sparse"])
+def test_the_parts_of_a_symmetric_matrix_share_its_tiles_evenly(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    tile = PlainEngine.tile
+    monkeypatch.setattr(PlainEngine, "tile", lambda *given: made.append(1) or tile(*given))
+    monkeypatch.setattr(reduction, "missing_compiler", lambda: "a compiler")
+    X = torch.rand(300, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def tiles(part: Part) -> int:
+        made.clear()
+        kernel, chunk_bytes = Matern32(lengthscale=0.01), 6 * 8 * 20**2
+        KernelMatrix(kernel, X, method=method, tolerance=1e-6, chunk_bytes=chunk_bytes, part=part) @ X
+        return len(made)
+
+    numbers = [tiles(Part(number, 3)) for number in range(3)]
+    assert sum(numbers) == tiles(WHOLE) and max(numbers) - min(numbers) <= 1
+    if method == "plain":
+        assert sum(numbers) == 15 * 16 // 2  # half of them

@@ -18,8 +18,8 @@ MAX_LINES = 350
 # Rooms from the foundations up. A room may import from lines above its own, and from itself.
 ORDER = [
     {"parallel", "threads", "files", "digests"},
-    {"checkpoint"},
-    {"data", "interrupt", "memory"},
+    {"checkpoint", "order", "interrupt", "memory"},
+    {"data"},
     {"columns"},
     {"kernels"},
     {"likelihoods"},

@@ -29,7 +29,8 @@ from ntk_iterncgp.evaluation.metrics import ClassificationMetrics, classificatio
 from ntk_iterncgp.evaluation.ood import OODMetrics, ood_metrics
 from ntk_iterncgp.evaluation.uncertainty import Difference, area_under_risk_curve, bootstrap_difference
 from ntk_iterncgp.priors.jacobian import Jacobian
-from ntk_iterncgp.priors.rows import Rows
+from ntk_iterncgp.priors.layers import LayerRows
+from ntk_iterncgp.priors.rows import DenseRows, Rows
 from ntk_iterncgp.tuning import ValidationPart
 
 LABELS = {"map": "network as it is (MAP)", "temperature": "temperature scaling", "ours": "ours"}
@@ -228,7 +229,9 @@ def _sweep(
                 with watch("see ours"):
                     yield ValidationPart.of(rows, la.posterior, shift, y[start:stop])
                 if jacobian is not None:
-                    dense: Any = rows if hasattr(rows, "jacobian") else jacobian.rows(x[start:stop], stop - start)
+                    dense: Any = (
+                        rows if isinstance(rows, (DenseRows, LayerRows)) else jacobian.rows(x[start:stop], stop - start)
+                    )
                     for name, baseline in baselines.items():
                         with watch(f"see {name}"):
                             baseline.see(dense)

@@ -18,7 +18,7 @@ from .choice import Choice, choose
 from .formula import Formula
 from .fused import FusedEngine, missing_compiler, warn_once
 from .gemm import GemmEngine
-from .tiles import Engine, PlainEngine, dense_product, differentiable_product
+from .tiles import WHOLE, Engine, Part, PlainEngine, dense_product, differentiable_product
 
 CHUNK_BYTES = 64 * 2**20
 
@@ -48,6 +48,8 @@ class KernelMatrix:
                  asked for or where the data are float32; 0: nothing but exact zeros
     chunk_bytes  memory for one tile of k(X1, X2) and the temporaries of its formula together. The tile is at least one
                  entry. Under autograd tiles are recomputed in the backward pass, which takes up to twice as much
+    part         Part(r, K): the r-th of K matrices whose sum is this one and which take as long as each other. A share
+                 of the tiles, not of the rows, so that symmetry still saves half; without gradients
     """
 
     def __init__(
@@ -59,12 +61,13 @@ class KernelMatrix:
         method: str = "auto",
         tolerance: float | None = None,
         chunk_bytes: int = CHUNK_BYTES,
+        part: Part = WHOLE,
     ) -> None:
         X2 = X1 if X2 is None or _same(X1, X2) else X2
         check_pair(kernel, X1, X2)
         if chunk_bytes <= 0:
             raise ValueError(f"Expected chunk_bytes to be a positive number of bytes, but got {chunk_bytes}.")
-        self.shape, self.chunk_bytes = (len(X1), len(X2)), chunk_bytes
+        self.shape, self.chunk_bytes, self.part = (len(X1), len(X2)), chunk_bytes, part
         self.kernel, points = kernel.simplified(X1) if X2 is X1 else kernel.simplified(X1, X2)
         self.X1, self.X2 = points[0], points[-1]
         self._x1 = self.X1.detach()
@@ -88,7 +91,7 @@ class KernelMatrix:
         _check_columns(V, self.X2)
         trainable = self.kernel.trainable()
         differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (self.X1, self.X2, V, *trainable))
-        if not differentiable:
+        if not differentiable or self.part != WHOLE:
             with torch.no_grad():
                 return self._product(V.detach())
         if self.method == "plain":
@@ -102,12 +105,20 @@ class KernelMatrix:
             return V.new_zeros(self.shape[0], V.shape[1])
         pattern, symmetric = self.choice.pattern, self._x1 is self._x2
         if self.method == "keops":
-            return keops.keops_product(Formula.of(self.kernel), self._x1, self._x2, V)
+            return self._keops_product(V)
+        settings: dict[str, Any] = dict(symmetric=symmetric, chunk_bytes=self.chunk_bytes, part=self.part)
         if pattern is None:
-            return dense_product(self.engine, self.shape[0], V, symmetric=symmetric, chunk_bytes=self.chunk_bytes)
-        if V.device.type == "cuda" and keops.is_installed():
+            return dense_product(self.engine, self.shape[0], V, **settings)
+        if V.device.type == "cuda" and keops.is_installed() and self.part == WHOLE:
             return keops.sparse_keops_product(Formula.of(self.kernel), pattern, self._x1, self._x2, V)
-        return pattern.product(self.engine, V, symmetric=symmetric, chunk_bytes=self.chunk_bytes)
+        return pattern.product(self.engine, V, **settings)
+
+    def _keops_product(self, V: Tensor) -> Tensor:
+        """KeOps has no tiles to share: a part is some of the rows, and zeros."""
+        number, of = self.part
+        rows = slice(number * self.shape[0] // of, (number + 1) * self.shape[0] // of)
+        product = keops.keops_product(Formula.of(self.kernel), self._x1[rows], self._x2, V)
+        return product if self.part == WHOLE else _padded(product, rows, self.shape[0])
 
     @property
     def uses_compiled_tiles(self) -> bool:
@@ -172,6 +183,13 @@ class _WithPlainGradient(torch.autograd.Function):
             found = torch.autograd.grad(product, wanted, gradients[0], create_graph=create_graph, allow_unused=True)
         remaining = iter(found)
         return None, *(next(remaining) if needed else None for needed in ctx.needs_input_grad[1:])
+
+
+def _padded(block: Tensor, rows: slice, num_rows: int) -> Tensor:
+    """Rows in their place, among zeros."""
+    result = block.new_zeros(num_rows, block.shape[1])
+    result[rows] = block
+    return result
 
 
 def _same(X1: Tensor, X2: Tensor) -> bool:

@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Iterator
+from itertools import count
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +33,20 @@ CPU_TILE_BYTES = 2**19  # below the best of the table: the allocator holds on to
 LIVE_TILES = 6  # tiles alive at once in the costliest formula: five in a Matern, one more in a sum or product
 
 Index = slice | Tensor
+
+
+class Part(NamedTuple):
+    """Some of the tiles of a matrix, which is the sum of its parts: those whose turn it is."""
+
+    number: int
+    of: int
+
+    def turns(self) -> Iterator[bool]:
+        """For one tile after the other."""
+        return (place % self.of == self.number for place in count())
+
+
+WHOLE = Part(0, 1)
 
 
 class Engine(ABC):
@@ -68,7 +84,9 @@ class PlainEngine(Engine):
         return self.kernel._evaluate(rows, columns)
 
 
-def dense_product(engine: Engine, a: int, V: Tensor, *, symmetric: bool, chunk_bytes: int) -> Tensor:  # (b, k)
+def dense_product(
+    engine: Engine, a: int, V: Tensor, *, symmetric: bool, chunk_bytes: int, part: Part = WHOLE
+) -> Tensor:  # (b, k)
     """Every tile; where the matrix is symmetric those on one side of the diagonal, each used twice."""
     V = V.T.contiguous().T
     result = V.new_zeros(V.shape[1], a).T  # (a, k)
@@ -77,9 +95,12 @@ def dense_product(engine: Engine, a: int, V: Tensor, *, symmetric: bool, chunk_b
         shape = (min(shape),) * 2
     row_slices, column_slices = slices(a, shape[0]), slices(len(V), shape[1])
     columns = [engine.columns(j) for j in column_slices]
+    turns = part.turns()
     for number, i in enumerate(row_slices):
         rows = engine.rows(i)
         for other in range(number if symmetric else 0, len(column_slices)):
+            if not next(turns):
+                continue
             j = column_slices[other]
             tile = engine.tile(rows, columns[other])
             result[i].addmm_(tile, V[j])
@@ -90,7 +111,14 @@ def dense_product(engine: Engine, a: int, V: Tensor, *, symmetric: bool, chunk_b
 
 
 def listed_product(
-    engine: Engine, row_slices: list[slice], partners: list[Tensor], V: Tensor, num_own: list[int], *, tile_columns: int
+    engine: Engine,
+    row_slices: list[slice],
+    partners: list[Tensor],
+    V: Tensor,
+    num_own: list[int],
+    *,
+    tile_columns: int,
+    part: Part = WHOLE,
 ) -> Tensor:
     """Only some tiles: the rows of each slice with the columns listed for it.
 
@@ -99,9 +127,12 @@ def listed_product(
     """
     VT = V.T.contiguous()  # (k, b)
     result = VT.new_zeros(VT.shape[0], row_slices[-1].stop)  # (k, a)
+    turns = part.turns()
     for i, listed, own in zip(row_slices, partners, num_own, strict=True):
         rows = engine.rows(i)
         for start in range(0, len(listed), tile_columns):
+            if not next(turns):
+                continue
             index = listed[start : start + tile_columns]
             tile = engine.tile(rows, engine.columns(index))
             result.T[i].addmm_(tile, VT.index_select(1, index).T)

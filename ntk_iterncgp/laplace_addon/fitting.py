@@ -12,6 +12,7 @@ from laplace.utils.enums import Likelihood
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from ntk_iterncgp import parallel
 from ntk_iterncgp.checkpoint import Checkpoint, open_call
 from ntk_iterncgp.data import FixedOrderData, Inputs, evaluating
 from ntk_iterncgp.laplace_addon.checks import check_hyperparameters
@@ -163,6 +164,7 @@ class FittedNetwork(BaseFunctionalLaplace):
 
     # --- fitting -----------------------------------------------------------------------------------------------------
 
+    @parallel.together()
     def fit(
         self,
         train_loader: DataLoader,
@@ -183,6 +185,7 @@ class FittedNetwork(BaseFunctionalLaplace):
             call = open_call(checkpoint, "fit", lambda: identity(self, network))
             self._take(fit_network(network, self.settings, progress_bar=progress_bar, call=call))
 
+    @parallel.together()
     def refine(
         self,
         train_loader: DataLoader,
@@ -218,6 +221,7 @@ class FittedNetwork(BaseFunctionalLaplace):
             return estimate_cost(self._network(train_loader), self.settings, timed=True)
 
     def _network(self, loader: DataLoader) -> LinearisedNetwork:
+        parallel.check_same([*self.model.parameters(), *self.model.buffers()], "The model's weights and buffers are")
         jacobian, data = self._open(loader)
         check_hyperparameters(  # again, since they may have been set
             prior_precision=self.prior_precision,

@@ -116,7 +116,7 @@ class IterNCGPLastLayerLaplace(IterNCGPLaplace):
                     "its outputs are not those of that layer. Return the layer's outputs as they are, or name another "
                     "layer (last_layer_name)."
                 )
-            batches = [(self._features(x), y) for x, y in data.batches()]
+            batches = list(data.each_batch(lambda x, y: (self._features(x), y)))
         return jacobian, FixedOrderData(batches, device=self._device)
 
     def _features(self, x: Inputs) -> Tensor:  # (b, D)

@@ -23,11 +23,13 @@ so further passes go through the contrasts, and after these through random direc
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from ntk_iterncgp import parallel
 from ntk_iterncgp.data import FixedOrderData, Inputs, slice_rows
 from ntk_iterncgp.likelihoods import Likelihood
 from ntk_iterncgp.network.grouping import group
@@ -52,6 +54,9 @@ class Pass:
     swept: Tensor  # which data are in A already (N,)
     checksums: Tensor  # A h for a fixed h, summed on the way (q·B,), float64: what A is compared with in the end
     by_group: bool = False  # the data are visited group by group
+
+    SUMS: ClassVar[tuple[str, ...]] = ("images", "checksums")
+    """What is summed over data. Of several processes each has its own part of it while a sweep goes on."""
 
     @property
     def num_groups(self) -> int:
@@ -144,7 +149,7 @@ class Clusters:
         """Group the data for these directions. `like` gives the dtype and device of the images."""
         curved = self.curvature(directions[0])
         labels = (
-            group(self.features, curved, self.weights(), num_groups, self.generator)
+            parallel.from_main(group(self.features, curved, self.weights(), num_groups, self.generator))
             if num_groups > 1
             else torch.zeros(len(self.outputs), dtype=torch.long, device=self.outputs.device)
         )
@@ -167,26 +172,48 @@ class Clusters:
         """Fill in what is missing of a pass; yields the number of data done after each batch.
 
         A map-style dataset is visited group by group. Data that only come in order are differentiated one by one,
-        and each gradient goes to its group.
+        and each gradient goes to its group. Several processes go through the same batches and take turns: each has the
+        gradients of its own in `images` until `finish` sums them, and after every round all have done the same number.
         """
+        if not parallel.is_main():  # what is there from before is counted once
+            for name in target.SUMS:
+                getattr(target, name).zero_()
         curved = torch.stack([self.curvature(u) for u in target.directions], 2)  # (N, C, q)
         target.by_group, h = data.can_jump(len(self.outputs)), checksum_vector(target.images)
         if target.by_group:
             batches = _group_batches(target.labels, ~target.swept, data.batch_size)
-            padded = [_padded(rows, data.batch_size) for rows in batches]
-            for rows, filled, (x, _) in zip(batches, padded, data.visit(padded), strict=True):
-                cotangents = curved[filled].to(jacobian.dtype)
-                cotangents[len(rows) :] = 0
-                target.add(rows, jacobian.vjp(x, cotangents).T, h)  # (q, P)
+            mine = [_padded(rows, data.batch_size) for rows, is_mine in parallel.take_turns(batches) if is_mine]
+            visited = zip(mine, data.visit(mine), strict=True)
+            for rows, is_mine in parallel.take_turns(batches):
+                if is_mine:
+                    filled, (x, _) = next(visited)
+                    cotangents = curved[filled].to(jacobian.dtype)
+                    cotangents[len(rows) :] = 0
+                    target.add(rows, jacobian.vjp(x, cotangents).T, h)  # (q, P)
+                target.swept[rows] = True
                 yield len(rows)
             return
-        for rows, x in _missing_rows(data, target.swept):
+        for (rows, x), is_mine in parallel.take_turns(_missing_rows(data, target.swept)):
             size = max(1, chunk_bytes // (3 * curved.shape[2] * jacobian.num_params * target.images.element_size()))
-            for part in torch.arange(len(rows), device=rows.device).split(size):
+            for part in torch.arange(len(rows), device=rows.device).split(size) if is_mine else ():
                 inputs = slice_rows(x, part, len(rows))
                 cotangents = curved[rows[part]].to(jacobian.dtype)
                 target.add(rows[part], jacobian.vjp_each(inputs, cotangents), h)
+            target.swept[rows] = True
             yield len(rows)
+
+    def finish(self, target: Pass) -> None:
+        """After a sweep, or a part of one: the sums of all processes, in each."""
+        for name in target.SUMS:
+            setattr(target, name, parallel.all_sum(getattr(target, name)))
+
+    def summed(self) -> Clusters:
+        """As if the sweep that is going on were finished; it goes on from what it has."""
+        if parallel.num_processes() == 1:
+            return self
+        *done, last = self.passes
+        sums: dict[str, Any] = {name: parallel.all_sum(getattr(last, name).clone()) for name in last.SUMS}
+        return replace(self, passes=[*done, replace(last, **sums)])
 
     # --- what there is ---------------------------------------------------------------------------------------------
 

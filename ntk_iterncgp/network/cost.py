@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from ntk_iterncgp import parallel
 from ntk_iterncgp.data import Inputs
 from ntk_iterncgp.memory import available_bytes, mebibytes, require_memory
 from ntk_iterncgp.network.grouping import MAX_FEATURES
@@ -82,7 +83,7 @@ def estimate_cost(network: LinearisedNetwork, settings: NetworkSettings, *, time
     if timed:
         cotangents = torch.ones(rows, num_outputs, 1, dtype=jacobian.dtype, device=jacobian.device)
         epoch = _seconds(lambda: jacobian.vjp(x, cotangents)) * num_data / rows
-        fit_seconds = epoch * epochs
+        fit_seconds = epoch * epochs / parallel.num_processes()
         part = next(data.chunk(x, at_once))
         columns = min(actions, TIMED_COLUMNS)
         random = torch.randn(jacobian.num_params, columns, dtype=jacobian.dtype, device=jacobian.device)

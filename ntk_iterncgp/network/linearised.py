@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ntk_iterncgp import parallel
 from ntk_iterncgp.data import FixedOrderData
 from ntk_iterncgp.likelihoods import Gaussian, Likelihood, Softmax
 from ntk_iterncgp.priors.jacobian import NetworkJacobian
@@ -126,9 +127,14 @@ class Budget:
             if value is not None and not (isinstance(value, (int, float)) and value > 0):
                 raise ValueError(f"{name} expects a positive number, but got {value!r}.")
 
+    def is_spent_in_epochs(self, epochs: float) -> bool:
+        return self.epochs is not None and epochs >= self.epochs - 1e-9
+
     def is_spent(self, epochs: float, started: float) -> bool:
-        over_epochs = self.epochs is not None and epochs >= self.epochs - 1e-9
-        return over_epochs or (self.seconds is not None and time.perf_counter() - started >= self.seconds)
+        """Several processes, whose clocks differ, are asked together and agree."""
+        if self.is_spent_in_epochs(epochs):
+            return True
+        return self.seconds is not None and parallel.any_of(time.perf_counter() - started >= self.seconds)
 
 
 def checked_targets(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -2,6 +2,9 @@
 
 The meter needs tr(W K), which is known before the backward sweep begins, so it can be read on the way. Stopped at any
 time, by Ctrl-C or by a budget, the posterior is that of the data swept so far, and `refine` goes on with the rest.
+
+Several processes take turns with the batches. What the clock, Ctrl-C and the checkpoint say is agreed upon after each
+round, when all have done as many.
 """
 
 from __future__ import annotations
@@ -11,14 +14,15 @@ import time
 import warnings
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from ntk_iterncgp import parallel
 from ntk_iterncgp.checkpoint import UNSAVED, Call
+from ntk_iterncgp.data import Inputs
 from ntk_iterncgp.interrupt import Interrupt, interruptible
 from ntk_iterncgp.network.clusters import Clusters, Pass
 from ntk_iterncgp.network.grouping import batch_features
@@ -113,16 +117,25 @@ def _look(
     network: LinearisedNetwork, settings: NetworkSettings, progress_bar: bool, call: Call
 ) -> tuple[Clusters, Tensor | None]:
     """The forward sweep: outputs, targets and features of all data; and digests, where these are saved."""
-    seen = seen_batches(call, network.jacobian.device)
-    batches = islice(network.data.batches(), len(seen), None)
-    bar = tqdm(
-        batches, initial=len(seen), total=len(network.data), desc="Outputs", disable=not progress_bar, leave=False
-    )
-    with batch_features(network.jacobian) as features_of, torch.no_grad():
-        for x, y in bar:
+    data, device = network.data, network.jacobian.device
+    seen = seen_batches(call, device)
+    with batch_features(network.jacobian) as features_of:
+
+        def look(x: Inputs, y: Tensor) -> tuple[Tensor, ...]:
             outputs = network.jacobian.forward(x)
-            digests = batch_digests(network.data, x, y) if call.is_kept else y[:0]
-            seen.append((outputs, y, features_of(x, outputs), digests))
+            digests = (batch_digests(data, x, y).to(device),) if call.is_kept else ()
+            return outputs, y, features_of(x, outputs), *digests
+
+        bar = tqdm(
+            data.each_batch(look, skip=len(seen)),
+            initial=len(seen),
+            total=len(data),
+            desc="Outputs",
+            disable=not (progress_bar and parallel.is_main()),
+            leave=False,
+        )
+        for batch in bar:
+            seen.append(batch)
             call.offer(lambda: {"look": seen, "data": torch.cat([batch[3].cpu() for batch in seen])})
     columns = list(zip(*seen, strict=True))
     latent, targets, features = torch.cat(columns[0]).double(), torch.cat(columns[1]), columns[2]
@@ -177,12 +190,13 @@ class Spending:
                 self._begin_pass()
             is_finished = self._sweep(clusters.passes[-1])
             turn.passes, turn.missing = turn.passes + 1, None
-            if self.interrupt.requested:
+            if parallel.any_of(self.interrupt.requested):
                 return Status.INTERRUPTED
             if not is_finished:
                 return Status.BUDGET
             known, turn.rank = turn.rank, clusters.rank
-            if turn.rank == clusters.max_rank or (turn.rank == known and not turn.was_cut_short):
+            # Sums on a GPU may differ in the last bit from one process to the next, and what is independent with them.
+            if parallel.any_of(turn.rank == clusters.max_rank or (turn.rank == known and not turn.was_cut_short)):
                 return Status.EXHAUSTED
         return Status.BUDGET
 
@@ -207,38 +221,52 @@ class Spending:
         progress, turn, network = self.progress, self.turn, self.network
         missing = turn.missing or 0
         per_datum = (1 + 2 * len(target.directions)) / 3 / len(target.labels)
-        is_first = len(progress.clusters.passes) == 1
+        processes = parallel.num_processes()
+        # On the way only one process can read: the images of several are not summed before the end.
+        has_readings = len(progress.clusters.passes) == 1 and processes == 1
         sweep = progress.clusters.sweep(target, network.jacobian, network.data, self.settings.chunk_bytes)
-        bar = tqdm(initial=turn.done, total=missing, desc="IterNCGP", unit="data", disable=not self.progress_bar)
+        visible = self.progress_bar and parallel.is_main()
+        bar = tqdm(initial=turn.done, total=missing, desc="IterNCGP", unit="data", disable=not visible)
         with closing(sweep), bar:
             try:
-                for size in sweep:
+                for batch, size in enumerate(sweep, 1):
                     turn.done += size
                     progress.epochs += size * per_datum
                     bar.update(size)
-                    if is_first and turn.done * METER_READINGS >= (turn.readings + 1) * missing and turn.done < missing:
+                    is_due = turn.done * METER_READINGS >= (turn.readings + 1) * missing and turn.done < missing
+                    if has_readings and is_due:
                         turn.readings += 1
                         bar.set_postfix_str(self.meter.read())
+                    if batch % processes and not self._has_spent_epochs():
+                        continue  # until all have done as many
                     if self._is_spent():
                         break
-                    if self.interrupt.requested:
-                        self.call.save(self._content())
+                    if parallel.any_of(self.interrupt.requested):
+                        if self.call.is_kept:
+                            self.call.save(self._content())
                         break
                     self.call.offer(self._content)
             except KeyboardInterrupt:
-                if self.interrupt.requested:  # asked a second time: a batch may have been cut in two, nothing is kept
+                # Asked a second time, a batch may have been cut in two, so nothing is kept; nor where others go on.
+                if self.interrupt.requested or processes > 1:
                     raise
                 self.interrupt.requested = True
+            progress.clusters.finish(target)
             if turn.done and (not progress.history or progress.history[-1].epochs != progress.epochs):
                 bar.set_postfix_str(self.meter.read())
         return turn.done == missing
+
+    def _has_spent_epochs(self) -> bool:
+        return Budget(self.turn.max_epochs).is_spent_in_epochs(self.progress.epochs)
 
     def _is_spent(self) -> bool:
         return replace(self.budget, epochs=self.turn.max_epochs).is_spent(self.progress.epochs, self.started)
 
     def _content(self) -> dict[str, Any]:
+        """On the way: of several processes, with the images of all of them."""
         self.turn.seconds = time.perf_counter() - self.started
-        return to_content(self.progress, self.turn, None, self.data)
+        summed = replace(self.progress, clusters=self.progress.clusters.summed())
+        return to_content(summed, self.turn, None, self.data)
 
 
 class Meter:

@@ -149,7 +149,8 @@ def batch_digests(data: FixedOrderData, x: Inputs, y: Tensor) -> Tensor:  # (b,)
 
 def data_digests(data: FixedOrderData) -> Tensor:  # (N,)
     """Of all data: they are read over once."""
-    return torch.cat([batch_digests(data, x, y) for x, y in data.batches()])
+    parts = data.each_batch(lambda x, y: (batch_digests(data, x, y).to(data.device),))
+    return torch.cat([part.cpu() for (part,) in parts])
 
 
 def check_data(call: Call, data: FixedOrderData) -> None:

@@ -23,11 +23,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from ntk_iterncgp import parallel
 from ntk_iterncgp.data import Inputs, slice_rows
 from ntk_iterncgp.network.clusters import Clusters, Pass, checksum_vector
 from ntk_iterncgp.network.linearised import LinearisedNetwork, NetworkSettings
 from ntk_iterncgp.priors.jacobian import Rows
-from ntk_iterncgp.self_check import MIN_DATA, ROWS, SelfCheckError, refusal
+from ntk_iterncgp.self_check import ELSEWHERE, MIN_DATA, ROWS, SelfCheckError, refusal
 from ntk_iterncgp.weight_check import network_rounding
 
 GROUP_SHARE, MAX_GROUPS = 0.01, 4  # what is computed anew: groups with at most this share of all data, or 64
@@ -75,6 +76,7 @@ def _sweep_again(clusters: Clusters, done: Pass, stale: Tensor, network: Lineari
     again = replace(done, swept=~(groups[done.labels] & done.swept))
     for _ in clusters.sweep(again, network.jacobian, network.data, chunk_bytes):
         pass
+    clusters.finish(again)  # in place: `done` has the same sums
 
 
 # --- the checks ---------------------------------------------------------------------------------------------------
@@ -95,6 +97,10 @@ def _problems(
             found.told.append("directions with unit noise in every group, but some have another")
     if visit and not found.told:
         _visit(clusters, size, network, settings, found)
+    if parallel.any_of(bool(found.told)):  # several processes mend together, whatever one of them has found
+        found.told = found.told or [ELSEWHERE]
+        for stale in found.stale:
+            stale |= parallel.all_sum(stale.int()).bool()
     return found
 
 

@@ -9,6 +9,8 @@
     pick(rows)     some training inputs, as `at` takes them: by asking about these a run is checked
 
 A *product* is K applied to one n-vector. Solver and posterior know nothing else about where the covariance comes from.
+
+With several processes `share` says which data are this one's: its rows of actions and images, and the blocks it gives.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ntk_iterncgp import parallel
 from ntk_iterncgp.columns import Buffer, Columns, Images, Weight
 
 
@@ -40,8 +43,8 @@ class Prior(ABC):
     device: torch.device
     shares_kernel: bool = False  # the outputs are independent with one kernel: Kronecker actions are possible
 
-    def __init__(self) -> None:
-        self.num_products = 0
+    def __init__(self, share: parallel.Share) -> None:
+        self.share, self.num_products = share, 0
 
     @property
     @abstractmethod
@@ -70,7 +73,7 @@ class Prior(ABC):
 
     @abstractmethod
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """The diagonal blocks of K: slices of the data, each with its (rows, C, C) in float64."""
+        """The diagonal blocks of K: slices of this process's data, each with its (rows, C, C) in float64."""
 
     @abstractmethod
     def pick(self, rows: Tensor) -> Iterator[tuple[Tensor, Any]]:
@@ -83,12 +86,14 @@ class Prior(ABC):
 
     def variance_scale(self) -> float:
         """The largest prior variance among the first training inputs."""
-        _, block = next(self.blocks())
-        return float(block.diagonal(dim1=1, dim2=2).max())
+        largest = torch.zeros((), dtype=torch.float64, device=self.device)
+        if parallel.is_main() or self.share.is_whole:  # who always has some
+            largest += next(self.blocks())[1].diagonal(dim1=1, dim2=2).max()
+        return float(largest if self.share.is_whole else parallel.from_main(largest))
 
     def curvature_trace(self, curvature: Weight) -> float:
         """tr(W K), for products with W; exact here, a prior may estimate it."""
-        total = 0.0
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
         for data, block in self.blocks():
-            total += float(curvature(data, block).diagonal(dim1=1, dim2=2).sum())
-        return total
+            total += curvature(data, block).diagonal(dim1=1, dim2=2).sum()
+        return float(self.share.sum(total))

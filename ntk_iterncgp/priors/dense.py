@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ntk_iterncgp.columns import Buffer, Columns, DenseColumns, Images
+from ntk_iterncgp.parallel import Share
 from ntk_iterncgp.priors.base import AtInputs, Prior
 
 
@@ -19,7 +20,7 @@ class DensePrior(Prior):
     """`covariance` is (points·C, points·C), class index fastest; `mean` is (points, C)."""
 
     def __init__(self, covariance: Tensor, mean: Tensor, num_data: int) -> None:
-        super().__init__()
+        super().__init__(Share.even(num_data))
         self.num_data, self.num_outputs = num_data, mean.shape[1]
         self.dtype, self.device = covariance.dtype, covariance.device
         self._covariance, self._mean = covariance, mean.double()
@@ -32,8 +33,8 @@ class DensePrior(Prior):
     def image(self, actions: Columns) -> DenseColumns:
         assert isinstance(actions, DenseColumns)
         self.num_products += actions.size
-        n = self._num_rows
-        return DenseColumns.of(self._covariance[:n, :n] @ actions.matrix, self.num_outputs)
+        rows = self.share.take(self._covariance[: self._num_rows, : self._num_rows])
+        return DenseColumns.of(rows @ actions.whole().matrix, self.num_outputs, self.share)
 
     def gram(self, left: Buffer, right: Buffer) -> Tensor:
         return left.actions.gram(self.lift(right.images))
@@ -45,14 +46,14 @@ class DensePrior(Prior):
     def at(self, x: Tensor, buffer: Buffer, *, joint: bool = False) -> AtInputs:
         assert isinstance(buffer.actions, DenseColumns)
         rows = self._rows_of(x)
-        cross = self._covariance[rows, : self._num_rows] @ buffer.actions.matrix
+        cross = self._covariance[rows, : self._num_rows] @ buffer.actions.whole().matrix
         covariance = self._covariance[rows][:, rows] if joint else self._blocks_of(x)
         cross = cross.double().unflatten(0, (len(x), self.num_outputs))
         return AtInputs(self._mean[x], cross, covariance.double())
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        data = slice(0, self.num_data)
-        yield data, self._blocks_of(torch.arange(self.num_data, device=self.device)).double()
+        data = self.share.mine
+        yield data, self._blocks_of(torch.arange(data.start, data.stop, device=self.device)).double()
 
     def pick(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield rows, rows

@@ -2,6 +2,10 @@
 
 K is block diagonal over the outputs and never formed; k(X, X) V is a `KernelMatrix`, which chooses how to multiply.
 With one kernel for all outputs a product is a single k(X, X) @ (N, C).
+
+Several processes share the work of a product by tiles, each of which serves twice since k(X, X) is symmetric, and sum
+what they have; on GPUs by rows, where products do not know of symmetry. Either way the rows of the new actions are
+gathered, and of them and their images each process keeps its own rows.
 """
 
 from __future__ import annotations
@@ -12,16 +16,19 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ntk_iterncgp import parallel
 from ntk_iterncgp.columns import Buffer, Columns, DenseColumns, Images, KroneckerColumns
 from ntk_iterncgp.kernels import Kernel, KernelMatrix
 from ntk_iterncgp.kernels.choice import DEFAULT_TOLERANCE
+from ntk_iterncgp.kernels.tiles import WHOLE, Part
+from ntk_iterncgp.parallel import Share
 from ntk_iterncgp.priors.base import AtInputs, Prior
 
 
 class GramPrior(Prior):
     """`kernels` holds one kernel (shared by the outputs) or C; `mean` is one constant per output.
 
-    `method` and `tolerance` are those of `KernelMatrix`.
+    `method` and `tolerance` are those of `KernelMatrix`. `share` is that of this process unless another one is given.
     """
 
     def __init__(
@@ -33,14 +40,16 @@ class GramPrior(Prior):
         chunk_bytes: int = 64 * 2**20,
         method: str = "auto",
         tolerance: float | None = None,
+        share: Share | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(share or Share.even(len(inputs)))
         self.kernels, self.inputs, self.chunk_bytes = list(kernels), inputs, chunk_bytes
         self.method, self.tolerance = method, tolerance
         self.num_data, self.num_outputs = inputs.shape[0], mean.shape[0]
         self.dtype, self.device = inputs.dtype, inputs.device
         self.shares_kernel = len(self.kernels) == 1
         self._mean = mean.double().to(inputs.device)  # (C,)
+        self._own_inputs = self.share.take(inputs)
 
     @property
     def mean(self) -> Tensor:
@@ -48,20 +57,31 @@ class GramPrior(Prior):
 
     @cached_property
     def matrices(self) -> list[KernelMatrix]:
-        """k(X, X) for each kernel."""
-        return [self._matrix(kernel, self.inputs, self.method) for kernel in self.kernels]
+        """What this process multiplies by, for each kernel: k(X, X), a part of it, or some of its rows."""
+        if self.share.is_whole or self._by_rows:
+            return [self._matrix(kernel, self._own_inputs, self.inputs, self.method) for kernel in self.kernels]
+        part = Part(parallel.rank(), parallel.num_processes())
+        return [self._matrix(kernel, self.inputs, self.inputs, self.method, part) for kernel in self.kernels]
 
-    def _matrix(self, kernel: Kernel, x: Tensor, method: str) -> KernelMatrix:
+    @property
+    def _by_rows(self) -> bool:
+        return self.device.type == "cuda"
+
+    def _matrix(self, kernel: Kernel, x: Tensor, z: Tensor, method: str, part: Part = WHOLE) -> KernelMatrix:
         return KernelMatrix(
-            kernel, x, self.inputs, method=method, tolerance=self.tolerance, chunk_bytes=self.chunk_bytes
+            kernel, x, z, method=method, tolerance=self.tolerance, chunk_bytes=self.chunk_bytes, part=part
         )
 
     def _matrices_at(self, x: Tensor) -> list[KernelMatrix]:
-        """k(x, X), by the compiled formula of k(X, X) where there is one: x alone might not be worth compiling."""
-        if x is self.inputs:
+        """k(x, X) for the X of this process, by the compiled formula of k(X, X) where there is one: x alone might not
+        be worth compiling."""
+        if x is self.inputs and self.share.is_whole:
             return self.matrices
         methods = ("fused" if m.uses_compiled_tiles else self.method for m in self.matrices)
-        return [self._matrix(kernel, x, method) for kernel, method in zip(self.kernels, methods, strict=True)]
+        return [
+            self._matrix(kernel, x, self._own_inputs, method)
+            for kernel, method in zip(self.kernels, methods, strict=True)
+        ]
 
     @property
     def how(self) -> str:
@@ -71,10 +91,16 @@ class GramPrior(Prior):
     def image(self, actions: Columns) -> Columns:
         if isinstance(actions, KroneckerColumns):  # r single-output columns cost what r/C columns of K cost
             self.num_products += -(-actions.factor.size // self.num_outputs)
-            product = self.matrices[0] @ actions.factor.matrix
-            return KroneckerColumns(DenseColumns.of(product, 1), actions.contrasts)
+            product = self._own_rows(self.matrices[0] @ actions.factor.whole().matrix)
+            return KroneckerColumns(DenseColumns.of(product, 1, self.share), actions.contrasts)
+        assert isinstance(actions, DenseColumns)
         self.num_products += actions.size
-        return DenseColumns.of(self._product(self.inputs, actions).flatten(0, 1), self.num_outputs)
+        product = self._own_rows(self._product(self.matrices, actions.whole().matrix))
+        return DenseColumns.of(product.flatten(0, 1), self.num_outputs, self.share)
+
+    def _own_rows(self, product: Tensor) -> Tensor:
+        """From what this process has multiplied."""
+        return product if self.share.is_whole or self._by_rows else self.share.take(parallel.all_sum(product))
 
     def gram(self, left: Buffer, right: Buffer) -> Tensor:
         return left.actions.gram(self.lift(right.images))
@@ -86,17 +112,18 @@ class GramPrior(Prior):
     def at(self, x: Tensor, buffer: Buffer, *, joint: bool = False) -> AtInputs:
         if isinstance(buffer.actions, KroneckerColumns):
             factor = buffer.actions.factor.matrix
-            block = (self._matrices_at(x)[0] @ factor).double()
+            block = self.share.sum((self._matrices_at(x)[0] @ factor).double())
             cross = torch.einsum("bi,cj->bcij", block, buffer.actions.contrasts).flatten(2)
         else:
-            cross = self._product(x, buffer.actions).double()
+            assert isinstance(buffer.actions, DenseColumns)
+            cross = self.share.sum(self._product(self._matrices_at(x), buffer.actions.matrix).double())
         covariance = self._joint_covariance(x) if joint else self.blocks_of(x)
         return AtInputs(self._mean.expand(len(x), -1), cross, covariance)
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        step = max(1, 2**16 // self.num_outputs**2)
-        for start in range(0, self.num_data, step):
-            data = slice(start, min(start + step, self.num_data))
+        step, mine = max(1, 2**16 // self.num_outputs**2), self.share.mine
+        for start in range(mine.start, mine.stop, step):
+            data = slice(start, min(start + step, mine.stop))
             yield data, self.blocks_of(self.inputs[data])
 
     def pick(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -124,11 +151,9 @@ class GramPrior(Prior):
     def _per_output(self) -> list[Kernel]:
         return self.kernels * self.num_outputs if self.shares_kernel else self.kernels
 
-    def _product(self, x: Tensor, actions: Columns) -> Tensor:  # (b, C, B)
+    def _product(self, matrices: list[KernelMatrix], block: Tensor) -> Tensor:  # (b, N), (n, B) -> (b, C, B)
         """k(x, X) S for dense actions, each output under its own kernel."""
-        assert isinstance(actions, DenseColumns)
-        block = actions.matrix.unflatten(0, (-1, self.num_outputs))  # (N, C, B)
-        matrices = self._matrices_at(x)
+        per_output = block.unflatten(0, (-1, self.num_outputs))  # (N, C, B)
         if self.shares_kernel:
-            return (matrices[0] @ block.flatten(1)).unflatten(1, (self.num_outputs, actions.size))
-        return torch.stack([matrix @ block[:, c] for c, matrix in enumerate(matrices)], 1)
+            return (matrices[0] @ per_output.flatten(1)).unflatten(1, per_output.shape[1:])
+        return torch.stack([matrix @ per_output[:, c] for c, matrix in enumerate(matrices)], 1)

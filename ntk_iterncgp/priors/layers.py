@@ -17,6 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -106,7 +107,7 @@ class LayerRows(Rows):
     def __init__(self, outputs: Tensor, blocks: list[Block], sizes: list[int]) -> None:
         self.outputs, self.blocks, self.sizes = outputs, blocks, sizes
 
-    @property
+    @cached_property
     def jacobian(self) -> Tensor:  # (b, C, P)
         """The rows, written out."""
         return torch.cat([block.matrix for block in self.blocks], 2)
@@ -127,6 +128,9 @@ class LayerRows(Rows):
         return total.double()
 
     def by_layer(self, weights: Tensor, sizes: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor]]:
+        if len(sizes) == 1:  # all weights as one layer
+            yield self.times(weights), self.covariance(torch.ones((), device=weights.device))
+            return
         if list(sizes) != self.sizes:
             yield from super().by_layer(weights, sizes)
             return

@@ -7,12 +7,13 @@ k(x, X) S = J(x) Λ⁻¹ A at new inputs asks for no training data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from ntk_iterncgp import parallel
 from ntk_iterncgp.columns import Buffer, Columns, DenseColumns, Images, Weight
 from ntk_iterncgp.data import FixedOrderData, Inputs
 from ntk_iterncgp.priors.base import AtInputs, Prior
@@ -46,7 +47,8 @@ class NetworkImages(Images):
 class NTKPrior(Prior):
     """`outputs` (N, C) are the network's own, `prior_precision` is one number per weight.
 
-    `shift` is θ* − μ₀ (P,), or None for a prior mean that is the network itself.
+    `shift` is θ* − μ₀ (P,), or None for a prior mean that is the network itself. Each process sweeps its share of the
+    data, which is where its rows of T are; A, summed over all, is in every process.
     """
 
     sample_seed = 0  # of the data from which a large trace is estimated
@@ -61,7 +63,7 @@ class NTKPrior(Prior):
         shift: Tensor | None = None,
         chunk_bytes: int = 256 * 2**20,
     ) -> None:
-        super().__init__()
+        super().__init__(data.share() or parallel.Share.whole(len(outputs)))
         self.jacobian, self.data, self.chunk_bytes, self.shift = jacobian, data, chunk_bytes, shift
         self.num_data, self.num_outputs = outputs.shape
         self.dtype, self.device = jacobian.dtype, jacobian.device
@@ -69,7 +71,8 @@ class NTKPrior(Prior):
         self.trace_is_exact = self.num_data * self.num_outputs <= EXACT_TRACE_ROWS
         self._mean = outputs.double()
         if shift is not None:
-            self._mean = self._mean - self.product(shift[:, None]).double().reshape(outputs.shape)
+            moved = self.share.gather(self.product(shift[:, None]).double(), self.num_outputs)
+            self._mean = self._mean - moved.reshape(outputs.shape)
 
     @property
     def mean(self) -> Tensor:
@@ -78,32 +81,26 @@ class NTKPrior(Prior):
     # --- sweeps over the data -------------------------------------------------------------------------------------
 
     def transpose_product(self, actions: Columns) -> Tensor:  # (P, B)
-        """A = JᵀS: one sweep, summed in float64."""
+        """A = JᵀS: one sweep, summed in float64, and one sum over all processes."""
         total = torch.zeros(self.jacobian.num_params, actions.size, dtype=torch.float64, device=self.device)
-        for data, x in self._sweep():
+        for data, x, _ in self.data.sweep(self.share):
             total += self.jacobian.vjp(x, actions.rows(data).to(self.dtype))
-        return total
+        return self.share.sum(total)
 
     def product(self, weights: Tensor) -> Tensor:  # (P, k) -> (n, k)
-        """J V: one sweep."""
+        """J V, the rows of this process: one sweep."""
         weights = weights.to(self.dtype)
-        return torch.cat([self.jacobian.jvp(x, weights) for _, x in self._sweep()]).flatten(0, 1)
+        parts = [self.jacobian.jvp(x, weights).flatten(0, 1) for _, x, _ in self.data.sweep(self.share)]
+        return torch.cat(parts) if parts else weights[:0]
 
     def rows(self) -> Iterator[tuple[slice, Rows]]:
-        """All rows of J, in parts that fit in `chunk_bytes`: one sweep."""
-        for data, x in self._sweep():
+        """The rows of J of this process's data, in parts that fit in `chunk_bytes`: one sweep."""
+        for data, x, _ in self.data.sweep(self.share):
             start = data.start
             for part in in_parts(self.jacobian, self.data, x, self.num_outputs, self.chunk_bytes):
                 size = self.data.num_rows(part)
                 yield slice(start, start + size), self.jacobian.rows(part, size)
                 start += size
-
-    def _sweep(self) -> Iterator[tuple[slice, Inputs]]:
-        start = 0
-        for x, _ in self.data.batches():
-            stop = start + self.data.num_rows(x)
-            yield slice(start, stop), x
-            start = stop
 
     # --- the contract ---------------------------------------------------------------------------------------------
 
@@ -111,12 +108,14 @@ class NTKPrior(Prior):
         self.num_products += actions.size
         weights = self.transpose_product(actions)
         outputs = self.product(self.prior_variance[:, None] * weights)
-        return NetworkImages(DenseColumns.of(weights.to(self.dtype), 1), DenseColumns.of(outputs, self.num_outputs))
+        in_weights = DenseColumns.of(weights.to(self.dtype), 1)  # whole in every process
+        return NetworkImages(in_weights, DenseColumns.of(outputs, self.num_outputs, self.share))
 
     def empty_images(self, columns: Columns) -> NetworkImages:
         assert isinstance(columns, DenseColumns)
         capacity, params = columns.storage.shape[0], self.jacobian.num_params
-        weights = DenseColumns.empty(params, 1, capacity=capacity, dtype=self.dtype, device=self.device)
+        whole = parallel.Share.whole(params)
+        weights = DenseColumns.empty(whole, 1, capacity=capacity, dtype=self.dtype, device=self.device)
         return NetworkImages(weights, columns)
 
     def gram(self, left: Buffer, right: Buffer) -> Tensor:
@@ -159,16 +158,17 @@ class NTKPrior(Prior):
             with torch.no_grad():
                 for data, rows in self.rows():
                     total += rows.curvature_diagonal(partial(curvature, data))
-            return total
+            return self.share.sum(total)
         sample, counts = self._sample(curvature)
 
         def counted(part: Tensor, block: Tensor) -> Tensor:
             return counts[part][:, None, None] * curvature(part, block)
 
+        mine = parallel.Share.even(len(sample)).take(sample)
         with torch.no_grad():
-            for part, x in self.data.pick(sample, self.num_data, self._rows_at_once()):
+            for part, x in self.data.pick(mine, self.num_data, self._rows_at_once()):
                 total += self.jacobian.rows(x, len(part)).curvature_diagonal(partial(counted, part))
-        return total
+        return parallel.all_sum(total)
 
     def _sample(self, curvature: Weight) -> tuple[Tensor, Tensor]:
         """Which data are in the sample, and how much each datum of all counts (N,)."""
@@ -215,14 +215,7 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes:,} bytes"
 
 
-def sweep_outputs(
-    jacobian: NetworkJacobian, data: FixedOrderData, on_batch: Callable[[], object] = lambda: None
-) -> tuple[Tensor, Tensor]:  # (N, C), targets
+def sweep_outputs(jacobian: NetworkJacobian, data: FixedOrderData) -> tuple[Tensor, Tensor]:  # (N, C), targets
     """The network's outputs and the targets at all training inputs: one forward sweep."""
-    outputs, targets = [], []
-    with torch.no_grad():
-        for x, y in data.batches():
-            outputs.append(jacobian.forward(x))
-            targets.append(y)
-            on_batch()
+    outputs, targets = zip(*data.each_batch(lambda x, y: (jacobian.forward(x), y)), strict=True)
     return torch.cat(outputs), torch.cat(targets)

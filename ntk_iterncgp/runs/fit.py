@@ -14,13 +14,14 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
+from ntk_iterncgp import parallel
 from ntk_iterncgp.config import ConfigError, RunConfig, as_plain
 from ntk_iterncgp.files import load_posterior, save_posterior, write_json
 from ntk_iterncgp.runs.flavour import check_keywords, make_flavour
 from ntk_iterncgp.runs.kernel import fit_gp
 from ntk_iterncgp.runs.predict import restore
 from ntk_iterncgp.runs.predictor import KernelPredictor, NetworkPredictor, Predictor
-from ntk_iterncgp.runs.prepare import Setting, find_checkpoint, prepare, prepare_model
+from ntk_iterncgp.runs.prepare import Setting, chosen_device, find_checkpoint, prepare, prepare_model
 from ntk_iterncgp.runs.tune import tune
 
 POSTERIOR = "posterior.safetensors"
@@ -36,13 +37,19 @@ class Fitted:
 
 
 def fit(config: RunConfig) -> Path:
-    """The whole command; returns the posterior file."""
+    """The whole command; returns the posterior file. Processes that torchrun started fit together, and one writes."""
     check_keywords(config)
-    setting = prepare(config, "fit")
-    with setting.saved_as_it_goes():
-        path = save(setting, fitted_to(setting))
-    setting.log(f"Posterior: {path} ({path.stat().st_size / 2**20:.1f} MiB), after {setting.log.seconds:.0f} s.")
-    return path
+    with parallel.joined(chosen_device(config.device).type), parallel.together():
+        setting = prepare(config, "fit")
+        path = setting.folder / POSTERIOR
+        with setting.saved_as_it_goes():
+            fitted = fitted_to(setting)
+            if not parallel.is_main():
+                return path
+            save(setting, fitted)
+        size = path.stat().st_size / 2**20
+        setting.log(f"Posterior: {path} ({size:.1f} MiB), after {setting.log.seconds:.0f} s.")
+        return path
 
 
 def fitted_to(setting: Setting) -> Fitted:
@@ -53,7 +60,8 @@ def fitted_to(setting: Setting) -> Fitted:
     model = prepare_model(setting)
     la = fit_network(setting, model)
     report = asdict(la.report_)
-    tune(setting, la)
+    if parallel.is_main():  # who writes the posterior
+        tune(setting, la)
     return Fitted(NetworkPredictor(la), model, report)
 
 

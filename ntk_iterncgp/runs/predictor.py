@@ -74,8 +74,10 @@ class KernelPredictor(Predictor):
     @classmethod
     def of(cls, gp: NonConjugateGP) -> KernelPredictor:
         state, prior = gp.posterior_.state, gp.posterior_.prior
-        actions = state.buffer.actions
+        actions = state.buffer.actions.whole()
         assert isinstance(prior, GramPrior) and isinstance(actions, (DenseColumns, KroneckerColumns))
+        if not prior.share.is_whole:  # fitted by several processes, asked by one
+            prior = GramPrior(prior.kernels, prior.inputs, prior.mean[0], share=actions.share)
         M = state.gram + state.noise_gram
         M.diagonal().add_(state.rounding)
         noise = gp.likelihood.variance if isinstance(gp.likelihood, Gaussian) else 1.0
@@ -127,4 +129,5 @@ class KernelPredictor(Predictor):
         coefficients, M = state["coefficients"].to(device), state["action_gram"].to(device)
         if (actions.num_data, actions.size, actions.size) != (len(inputs), len(coefficients), len(M)):
             raise ValueError("its inputs, actions and matrices are of different sizes")
-        return cls(state["kernel"], GramPrior([kernel], inputs, mean), actions, coefficients, M, float(state["noise"]))
+        prior = GramPrior([kernel], inputs, mean, share=actions.share)
+        return cls(state["kernel"], prior, actions, coefficients, M, float(state["noise"]))

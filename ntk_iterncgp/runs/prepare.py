@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ntk_iterncgp import datasets, models
+from ntk_iterncgp import datasets, models, parallel
 from ntk_iterncgp.checkpoint import Checkpoint, open_call
 from ntk_iterncgp.config import ConfigError, RunConfig, as_plain, as_yaml, prepare_output_dir
 from ntk_iterncgp.data import FixedOrderData
@@ -23,12 +23,14 @@ MOST_HELD_OUT = 1000
 
 
 class Log:
-    """Says a line on the screen, and keeps it with the time in `run.log`."""
+    """Says a line on the screen, and keeps it with the time in `run.log`. Of several processes one speaks."""
 
     def __init__(self, folder: Path) -> None:
         self.path, self.started = folder / "run.log", time.perf_counter()
 
     def __call__(self, message: str) -> None:
+        if not parallel.is_main():
+            return
         print(message, flush=True)
         with self.path.open("a", encoding="utf-8") as file:
             for line in message.splitlines():
@@ -58,10 +60,13 @@ class Setting:
 def prepare(config: RunConfig, command: str) -> Setting:
     """Output folder with the resolved settings, and the data."""
     device = chosen_device(config.device)
-    data = datasets.load(config.data, seed=config.seed)
+    with parallel.main_first():
+        data = datasets.load(config.data, seed=config.seed)
     data = data.put_aside(num_held_out(config, data), config.data.held_out_from, config.seed)
-    folder = prepare_output_dir(config)
-    write_text(folder / "config.yaml", f"# ntk-iterncgp {command}: all settings of this run\n{as_yaml(config)}")
+    folder = Path(config.output_dir)
+    if parallel.is_main():
+        folder = prepare_output_dir(config)
+        write_text(folder / "config.yaml", f"# ntk-iterncgp {command}: all settings of this run\n{as_yaml(config)}")
     log = Log(folder)
     sizes = f"{len(data.train):,} to learn from, {len(data.test):,} to be tested on"  # type: ignore[arg-type]
     others = "" if data.held_out is None else f", {len(data.held_out):,} held out"  # type: ignore[arg-type]
@@ -116,14 +121,18 @@ def prepare_model(setting: Setting) -> nn.Module:
     fit = _trained(model, setting)
     target = setting.folder / "model.safetensors"
     weights = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
-    write_atomically(target, lambda path: save_file(weights, path))
+    if parallel.is_main():
+        write_atomically(target, lambda path: save_file(weights, path))
     how = f"{100 * fit:.1f} % right" if data.task == "classification" else f"error {fit:.3g} standard deviations"
     log(f"Trained in {time.perf_counter() - started:.0f} s: {how} on the training data; {target}")
     return model
 
 
 def _trained(model: nn.Module, setting: Setting) -> float:
-    """Train, or take the weights that this run had trained when it was killed; and the random numbers after it."""
+    """Train, or take the weights that this run had trained when it was killed; and the random numbers after it.
+
+    Of several processes one trains, and the others get its weights.
+    """
     config, data = setting.config, setting.data
     plain = as_plain(config)
     settings = {"data": plain["data"], "model": plain["model"], "seed": config.seed, "device": setting.device.type}
@@ -137,7 +146,10 @@ def _trained(model: nn.Module, setting: Setting) -> float:
         torch.set_rng_state(call.saved["random"])
         call.end(dict)
         return float(call.saved["fit"])
-    fit = models.train(model, data.train, config.model, task=data.task, seed=config.seed, device=setting.device)
+    fit = 0.0
+    if parallel.is_main():
+        fit = models.train(model, data.train, config.model, task=data.task, seed=config.seed, device=setting.device)
+    parallel.same_model(model.eval())
     found = {"weights": model.state_dict(), "random": torch.get_rng_state(), "fit": fit, "data": digests}
     call.end(lambda: found)
     return fit

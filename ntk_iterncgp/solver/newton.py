@@ -63,7 +63,7 @@ def initial_state(problem: Problem, *, seed: int, capacity: int, kronecker: bool
 
     def columns() -> Columns:
         outputs = 1 if kronecker else prior.num_outputs
-        dense = DenseColumns.empty(prior.num_data, outputs, capacity=capacity, dtype=prior.dtype, device=device)
+        dense = DenseColumns.empty(prior.share, outputs, capacity=capacity, dtype=prior.dtype, device=device)
         return dense if contrasts is None else KroneckerColumns(dense, contrasts)
 
     return State(
@@ -185,7 +185,7 @@ def line_search(problem: Problem, start: Iterate, target: Iterate) -> tuple[Iter
     for _ in range(MAX_HALVINGS):
         trial = start.towards(target, step)
         trial_value, trial_slope = objective_and_slope(problem, trial, start, target)
-        if trial_value >= value + 1e-4 * step * slope and trial_value > value:
+        if trial_value >= value + max(1e-4 * step * slope, rounding):
             return trial, True
         if trial_value >= value - rounding and abs(trial_slope) <= 0.9 * slope:
             return trial, True

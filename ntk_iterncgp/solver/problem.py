@@ -86,4 +86,6 @@ class Problem:
         return lambda data, block: self.likelihood.curvature(latent[data], block)
 
     def _blocks(self, vector: Tensor) -> Tensor:  # (N, C, k)
-        return vector.reshape(self.prior.num_data, self.prior.num_outputs, -1)
+        """Of all data, or of those of this process."""
+        num_outputs, num_columns = self.prior.num_outputs, 1 if vector.ndim == 1 else vector.shape[1]
+        return vector.reshape(len(vector) // num_outputs, num_outputs, num_columns)

@@ -6,6 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack
 from dataclasses import astuple, dataclass, field, fields
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from ntk_iterncgp import parallel
 from ntk_iterncgp.checkpoint import UNSAVED, Call, unusable
+from ntk_iterncgp.interrupt import Interrupt, interruptible
 from ntk_iterncgp.solver.saving import from_content, to_content
 from ntk_iterncgp.solver.state import State
 from ntk_iterncgp.solver.stopping import Status
@@ -81,7 +84,8 @@ def drive(
 ) -> tuple[State, FitReport]:
     """Exhaust a run from a state, or from where it was saved. Interrupted, it ends with the last state, which is valid.
 
-    `data` are the digests of the data that are saved with it, and by which they are known again.
+    `data` are the digests of the data that are saved with it, and by which they are known again. Ctrl-C reaches several
+    processes at different moments: each then only takes note, and they stop together after the next state.
     """
     first = state.num_products
     state, past, ended = _taken_up(call, state, history)
@@ -96,8 +100,10 @@ def drive(
         initial=state.num_products - first,
         desc="IterNCGP",
         unit="product",
-        disable=not progress_bar,
+        disable=not (progress_bar and parallel.is_main()),
     )
+    several, agreed, stack = parallel.num_processes() > 1, False, ExitStack()
+    interrupt = stack.enter_context(interruptible()) if several else Interrupt()
 
     def content(status: Status | None = None) -> dict[str, Any]:
         return {"state": to_content(state), "history": to_table(history), "status": status, "data": data}
@@ -110,6 +116,9 @@ def drive(
             except StopIteration as end:
                 state, status = end.value
                 break
+            agreed = parallel.any_of(interrupt.requested)
+            if agreed:
+                raise KeyboardInterrupt
             if state.buffer.size <= FREQUENT_METER_RANK or state.newton_step > newton_step:
                 information, newton_step = state.information_captured, state.newton_step
             record = Record(
@@ -133,9 +142,12 @@ def drive(
             if state.position is not None:
                 call.offer(content)
     except KeyboardInterrupt:
+        if several and not agreed:  # insisted upon in this process alone
+            raise
         warnings.warn(Status.INTERRUPTED.advice, stacklevel=3)
     finally:
         bar.close()
+        stack.close()
     state = state.with_counters(position=None)  # whatever comes next is a run of its own
     if status is not Status.INTERRUPTED:
         call.end(lambda: content(status))

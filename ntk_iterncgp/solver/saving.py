@@ -96,7 +96,8 @@ def _is_handed_on(name: str, value: Any) -> bool:
 
 
 def _columns(columns: Columns) -> Tensor:  # (columns, rows)
-    stored = columns.factor
+    """With all rows, however many processes share them."""
+    stored = columns.factor.whole()
     return stored.storage[: stored.size]
 
 
@@ -117,15 +118,16 @@ def _with_images(like: Images, saved: Mapping[str, Tensor]) -> Images:
 
 
 def _filled(like: Columns, saved: Tensor) -> Columns:  # (columns, rows)
-    """Columns of the same format and room, with other content."""
+    """Columns of the same format and room, with other content; of its rows those of this process."""
     stored = like.factor
-    if not isinstance(saved, Tensor) or saved.ndim != 2 or saved.shape[1] != stored.storage.shape[1]:
-        raise ValueError(f"columns of {stored.storage.shape[1]} rows are expected")
+    num_rows = stored.num_data * stored.num_outputs
+    if not isinstance(saved, Tensor) or saved.ndim != 2 or saved.shape[1] != num_rows:
+        raise ValueError(f"columns of {num_rows} rows are expected")
     if saved.dtype != stored.dtype:
         raise ValueError(f"columns are expected to be {stored.dtype}")
     storage = stored.storage.new_empty(max(len(stored.storage), len(saved)), stored.storage.shape[1])
-    storage[: len(saved)] = _finite(saved, "columns")
-    dense = DenseColumns(storage, len(saved), stored.num_outputs)
+    storage[: len(saved)] = stored.share.take(_finite(saved, "columns").T).T
+    dense = DenseColumns(storage, len(saved), stored.num_outputs, stored.share)
     return KroneckerColumns(dense, like.contrasts) if isinstance(like, KroneckerColumns) else dense
 
 
