@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ntk_iterncgp.config import ConfigError, RunConfig, load
+from ntk_iterncgp.files import FileError
 
 FAILURE, USER_ERROR, INTERRUPTED = 1, 2, 130
 COMMANDS = "{fit,predict,evaluate,demo,bench,reproduce}"
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _reproduce(given[1:])
         arguments = _parser().parse_args(given)
         return int(arguments.run(arguments))
-    except ConfigError as error:
+    except (ConfigError, FileError) as error:
         print(f"ntk-iterncgp: {error}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
@@ -97,6 +98,11 @@ def _parser() -> _Parser:
         "--output", metavar="FILE", help=".csv or .npz (default: predictions.csv beside the posterior)"
     )
     predict.add_argument("--link", choices=("accurate", "probit"), default="accurate", help="default: accurate")
+    predict.add_argument(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="what makes your own network; the file's word is not enough",
+    )
     predict.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     demo = add(
         "demo",
@@ -166,7 +172,8 @@ def _predict(arguments: argparse.Namespace) -> int:
 
     posterior = Path(arguments.posterior)
     output = Path(arguments.output) if arguments.output else posterior.with_name("predictions.csv")
-    predict(posterior, Path(arguments.input), output, device=arguments.device, link=arguments.link)
+    settings = {"device": arguments.device, "link": arguments.link, "trusted_model": arguments.model}
+    predict(posterior, Path(arguments.input), output, **settings)
     return 0
 
 

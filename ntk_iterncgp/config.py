@@ -113,6 +113,13 @@ class EvaluateConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """What a run that is killed can go on from, under output_dir/checkpoint."""
+
+    every_seconds: float | None = 30.0  # how much work may be lost; null: nothing is saved
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One run."""
 
@@ -122,6 +129,7 @@ class RunConfig:
     fit: FitConfig = field(default_factory=FitConfig)
     tuning: TuningConfig = field(default_factory=TuningConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     output_dir: str = ""  # empty: runs/ and the name of the configuration
     seed: int = 0
     device: str = "auto"  # auto: a GPU where there is one

@@ -15,13 +15,26 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ntk_iterncgp.gp_checks import checked_kernels, checked_likelihood, checked_mean, choose_kronecker
+from ntk_iterncgp.checkpoint import Checkpoint
+from ntk_iterncgp.gp_checks import (
+    check_memory,
+    checked_device,
+    checked_dtype,
+    checked_inputs,
+    checked_kernels,
+    checked_likelihood,
+    checked_mean,
+    checked_targets,
+    choose_kronecker,
+)
+from ntk_iterncgp.gp_saving import call_of
 from ntk_iterncgp.hyperparameters import OptimizationReport, maximise_elbo
 from ntk_iterncgp.kernels import METHODS, Kernel
 from ntk_iterncgp.likelihoods import Likelihood
 from ntk_iterncgp.posterior import Evidence, Posterior
 from ntk_iterncgp.predictive import check_interval, check_link, credible_interval, expected_response
 from ntk_iterncgp.priors import GramPrior
+from ntk_iterncgp.self_check import checked
 from ntk_iterncgp.solver import (
     NewtonOptions,
     Policy,
@@ -34,7 +47,7 @@ from ntk_iterncgp.solver import (
     resolve_policy,
 )
 from ntk_iterncgp.solver.report import Callback, FitReport, drive
-from ntk_iterncgp.solver.stopping import whole_number
+from ntk_iterncgp.solver.stopping import seed_number, share, whole_number
 
 MAX_KRONECKER_RANK = 3000  # beyond this the B×B algebra takes longer than it saves in products
 
@@ -90,7 +103,11 @@ class NonConjugateGP:
         self.mean = checked_mean(mean, likelihood)
         self.policy = resolve_policy(policy)
         self.stopping = Stopping(
-            max_products, products_per_step, max_newton_steps, newton_tol, residual_tol=min(1e-5, 1e-3 * newton_tol)
+            max_products,
+            products_per_step,
+            max_newton_steps,
+            newton_tol,
+            residual_tol=min(1e-5, 1e-3 * share("newton_tol", newton_tol)),
         )
         self.options = NewtonOptions(max_rank, compression, damped)
         self.kronecker = choose_kronecker(actions, policy, likelihood, self.kernels, max_rank)
@@ -100,8 +117,8 @@ class NonConjugateGP:
             raise ValueError(f"product_method expects one of {', '.join(map(repr, METHODS))}, got {product_method!r}.")
         self.product_method, self.product_tolerance = product_method, product_tolerance
         self.chunk_bytes = whole_number("chunk_bytes", chunk_bytes, at_least=1)
-        self.seed = whole_number("seed", seed, at_least=0)
-        self.dtype, self.device = dtype, device
+        self.seed = seed_number(seed)
+        self.dtype, self.device = checked_dtype(dtype), checked_device(device)
         self._posterior: Posterior | None = None
         self._report: FitReport | None = None
         self.optimization_: OptimizationReport | None = None  # how `optimize` went
@@ -115,11 +132,20 @@ class NonConjugateGP:
 
     @torch.no_grad()
     def fit(
-        self, X: Tensor, y: Tensor, *, progress_bar: bool = False, callback: Callback | None = None
+        self,
+        X: Tensor,
+        y: Tensor,
+        *,
+        progress_bar: bool = False,
+        callback: Callback | None = None,
+        checkpoint: Checkpoint | None = None,
     ) -> NonConjugateGP:
-        """Infer the posterior from inputs X (N, d) and targets y. `callback` sees each state of the solver."""
+        """Infer the posterior from inputs X (N, d) and targets y. `callback` sees each state of the solver.
+
+        With a `checkpoint` the work is saved as it goes, and the same call after a crash goes on from there.
+        """
         inputs = self._checked_inputs(X, "X").detach().clone()  # what the caller does to X later changes nothing here
-        targets = self._checked_targets(y, inputs).clone()
+        targets = checked_targets(y, inputs, self.likelihood).clone()
         prior = GramPrior(
             self.kernels,
             inputs,
@@ -131,19 +157,20 @@ class NonConjugateGP:
         for kernel in self.kernels:
             kernel.diagonal(inputs[:1])  # checks the dimension
         problem = Problem(prior, self.likelihood, targets)
+        check_memory(problem, self._capacity(problem), self.options.max_rank, self.kronecker, self.chunk_bytes)
         state = initial_state(problem, seed=self.seed, capacity=self._capacity(problem), kronecker=self.kronecker)
-        run = newton(state, self.policy, self.stopping, self.options)
-        state, self._report = drive(
-            run,
+        call, data = call_of(self, checkpoint, "fit", state)
+        state, report = drive(
+            lambda state: newton(state, self.policy, self.stopping, self.options),
             state,
             max_products=self.stopping.max_products,
             progress_bar=progress_bar,
             callback=callback,
             history=[],
+            call=call,
+            data=data,
         )
-        self._report = replace(self._report, products_by=prior.how)
-        self._posterior = Posterior(state)
-        return self
+        return self._take(state, replace(report, products_by=prior.how))
 
     def optimize(
         self,
@@ -180,21 +207,39 @@ class NonConjugateGP:
 
     @torch.no_grad()
     def refine(
-        self, max_products: int = 50, *, progress_bar: bool = False, callback: Callback | None = None
+        self,
+        max_products: int = 50,
+        *,
+        progress_bar: bool = False,
+        callback: Callback | None = None,
+        checkpoint: Checkpoint | None = None,
     ) -> NonConjugateGP:
         """Spend more products from where the fit stopped: first on the mean, then on the variance."""
         state, report = self.posterior_.state, self.report_
-        run = refine(state, self.policy, replace(self.stopping, max_products=max_products), self.options)
-        state, self._report = drive(
-            run,
+        max_products = whole_number("max_products", max_products, at_least=1)
+        columns = state.buffer.actions.factor.size + self._capacity(state.problem, max_products)
+        columns = int(2.5 * columns)  # as they grow by half, into another place
+        check_memory(state.problem, columns, self.options.max_rank, self.kronecker, self.chunk_bytes)
+        stopping = replace(self.stopping, max_products=max_products)
+        call, data = call_of(self, checkpoint, "refine", state, max_products=max_products)
+        state, new_report = drive(
+            lambda state: refine(state, self.policy, stopping, self.options),
             state,
             max_products=max_products,
             progress_bar=progress_bar,
             callback=callback,
             history=report.history,
+            call=call,
+            data=data,
         )
-        self._report = replace(self._report, products_by=report.products_by)
-        self._posterior = Posterior(state)
+        return self._take(state, replace(new_report, products_by=report.products_by))
+
+    def _take(self, state: State, report: FitReport) -> NonConjugateGP:
+        """Keep a posterior that has passed its self-check; on failure an earlier one is as before."""
+        ascends = self.options.damped and self.options.keeps_mean and not self.likelihood.is_quadratic
+        state = checked(state, report.history, ascends=ascends)
+        spent = state.problem.prior.num_products  # mending costs products too
+        self._posterior, self._report = Posterior(state), replace(report, num_products=spent)
         return self
 
     @property
@@ -257,44 +302,7 @@ class NonConjugateGP:
     # --- checks ---------------------------------------------------------------------------------------------------
 
     def _checked_inputs(self, X: Tensor, name: str, *, new: bool = False) -> Tensor:
-        X = torch.as_tensor(X, device=self.device)
-        if self.dtype is not None:
-            X = X.to(self.dtype)
-        if X.ndim != 2:
-            raise ValueError(
-                f"{name} expects shape (N, d), one row per input, but got {tuple(X.shape)}. "
-                f"Reshape it, for instance {name}[:, None] for one-dimensional inputs."
-            )
-        if not X.is_floating_point():
-            raise TypeError(f"{name} expects floating-point inputs, but got {X.dtype}. Convert it, or set dtype.")
-        if X.numel() == 0 and not (new and X.shape[0] == 0):
-            raise ValueError(
-                f"{name} expects at least one input with at least one dimension, but got {tuple(X.shape)}."
-            )
-        if not bool(torch.isfinite(X).all()):
-            bad = int((~torch.isfinite(X)).any(1).sum())
-            raise ValueError(f"{name} expects finite numbers, but {bad} of its rows hold NaN or infinity. Remove them.")
-        if new:
-            trained = self._trained_inputs
-            if X.shape[1] != trained.shape[1]:
-                raise ValueError(
-                    f"{name} expects {trained.shape[1]} dimensions, as the training inputs, but got {X.shape[1]}."
-                )
-            if X.dtype != trained.dtype or X.device != trained.device:
-                raise TypeError(
-                    f"{name} expects {trained.dtype} on {trained.device}, as the training inputs, but got {X.dtype} on "
-                    f"{X.device}. Convert it, or set dtype and device when making the GP."
-                )
-        return X
-
-    def _checked_targets(self, y: Tensor, inputs: Tensor) -> Tensor:
-        y = torch.as_tensor(y, device=inputs.device)
-        if y.ndim == 0 or len(y) != len(inputs):
-            got = "a single number" if y.ndim == 0 else f"{len(y)}"
-            raise ValueError(f"y expects one target for each of the {len(inputs)} rows of X, but got {got}.")
-        if y.is_complex() or (y.is_floating_point() and not bool(torch.isfinite(y).all())):
-            raise ValueError("y expects finite real numbers, but holds NaN, infinity or complex numbers. Remove them.")
-        return self.likelihood.check_targets(y)
+        return checked_inputs(X, name, self.dtype, self.device, trained=self._trained_inputs if new else None)
 
     @property
     def _trained_inputs(self) -> Tensor:
@@ -304,11 +312,12 @@ class NonConjugateGP:
 
     # --- sizes ----------------------------------------------------------------------------------------------------
 
-    def _capacity(self, problem: Problem) -> int:
+    def _capacity(self, problem: Problem, max_products: int | None = None) -> int:
         """Room for the columns that the budget can fill, so that buffers are not copied as they grow."""
+        max_products = self.stopping.max_products if max_products is None else max_products
         if self.kronecker:
-            return min(problem.prior.num_data, self.stopping.max_products * problem.prior.num_outputs)
-        budget = min(self.stopping.max_products, problem.curvature_rank)
+            return min(problem.prior.num_data, max_products * problem.prior.num_outputs)
+        budget = min(max_products, problem.curvature_rank)
         return (
             budget
             if self.options.max_rank is None

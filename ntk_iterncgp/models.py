@@ -28,11 +28,14 @@ from ntk_iterncgp.config import ConfigError, ModelConfig
 from ntk_iterncgp.settings import nearest
 
 RESNETS = {f"cifar_resnet{depth}": (depth - 2) // 6 for depth in (20, 32, 44, 56)}
+MAX_DEPTH = 1000
 BUILT_IN = ("mlp", "cnn", "lenet", *RESNETS)
 
 
 def mlp(num_classes: int, input_shape: tuple[int, ...], width: int = 100, depth: int = 2) -> nn.Module:
     """Tanh layers of one width."""
+    if not 0 <= depth <= MAX_DEPTH:
+        raise TypeError(f"depth expects a whole number from 0 to {MAX_DEPTH}, but got {depth!r}")
     sizes = [math.prod(input_shape), *[width] * depth]
     layers = [m for a, b in itertools.pairwise(sizes) for m in (nn.Linear(a, b), nn.Tanh())]
     return nn.Sequential(nn.Flatten(), *layers, nn.Linear(sizes[-1], num_classes))
@@ -124,13 +127,49 @@ def build(
         if name in torchvision.models.list_models(torchvision.models):
             return torchvision.models.get_model(name, **({"num_classes": num_classes} | given)).eval()
     except TypeError as error:
-        raise ConfigError(f"model.arguments do not suit '{name}': {error}.") from error
+        raise ConfigError(f"model.arguments do not suit '{name}': {_line(error)}.") from error
     near = nearest(name, (*BUILT_IN, *torchvision.models.list_models(torchvision.models)))
     hint = f"did you mean '{near}'? " if near else ""
     raise ConfigError(
         f"There is no model '{name}'; {hint}Built in are {', '.join(BUILT_IN)}; torchvision's classifiers go by their "
         "names, and your own by 'package.module:function'."
     )
+
+
+def rebuild(
+    config: ModelConfig,
+    num_classes: int,
+    input_shape: tuple[int, ...],
+    weights: Mapping[str, Tensor],
+    *,
+    trusted: str | None = None,
+) -> nn.Module:
+    """The network that a posterior file describes, with the weights it holds.
+
+    A file may come from anyone. It shall not choose which code runs, so an import path is called only if the caller has
+    named the same one; and a network is first built without memory, to see that it is as large as its weights.
+    """
+    if ":" in config.name and config.name != trusted:
+        raise ConfigError(
+            f"The posterior is of a network that '{config.name}' makes, and which code runs is not for a file to say. "
+            f"If you trust it, name it yourself: --model {config.name}."
+        )
+    arguments = {k: v for k, v in config.arguments.items() if k != "weights"}  # they come from the file
+    if ":" not in config.name:
+        with torch.device("meta"):
+            described = build(config.name, num_classes, input_shape, arguments).state_dict()
+        _check_shapes(described, weights)
+    model = build(config.name, num_classes, input_shape, arguments)
+    _check_shapes(model.state_dict(), weights)
+    model.load_state_dict(weights)
+    return model
+
+
+def _check_shapes(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    for name in sorted({*expected, *found}):
+        one, other = (tuple(s[name].shape) if name in s else None for s in (expected, found))
+        if one != other:
+            raise ValueError(f"{name} is expected to have the shape {one}, but has {other}")
 
 
 def load_checkpoint(model: nn.Module, path: Path, name: str) -> None:

@@ -102,9 +102,10 @@ def test_the_posterior_file_predicts_as_the_posterior_does(run: Path, tmp_path: 
 
 def test_the_posterior_file_holds_tensors_and_text_alone(run: Path) -> None:
     with safe_open(run / "posterior.safetensors", framework="pt") as file:
-        assert {name.partition(".")[0] for name in file.keys()} == {"model", "posterior"}  # noqa: SIM118
+        assert {name.partition(".")[0] for name in file.keys()} == {"model", "posterior", "sha256"}  # noqa: SIM118
         header = json.loads(file.metadata()[files.HEADER])
-    assert header["format"] == files.FORMAT and header["about"]["class_names"] == [str(c) for c in range(10)]
+    assert header["format"] == f"{files.POSTERIOR} {files.POSTERIOR_VERSION}"
+    assert header["about"]["class_names"] == [str(c) for c in range(10)]
     short = json.loads((run / "posterior.json").read_text(encoding="utf-8"))
     assert short["num_data"] == 270 and "history" not in short["report"]
 
@@ -130,7 +131,7 @@ def test_a_damaged_posterior_is_refused_in_a_sentence(run: Path, tmp_path: Path)
     content = (run / "posterior.safetensors").read_bytes()
     for name, damaged in (("short", content[: len(content) // 2]), ("long", content + b"x"), ("none", b"")):
         (tmp_path / name).write_bytes(damaged)
-        with pytest.raises(ConfigError, match="is not a posterior file, or is damaged"):
+        with pytest.raises(files.FileError, match="is not a posterior file, or is damaged"):
             files.load_posterior(tmp_path / name)
 
 

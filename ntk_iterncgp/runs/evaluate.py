@@ -41,8 +41,9 @@ def evaluate(
     setting = prepare(config, command)
     fitted = saved_fit(setting)
     if fitted is None:
-        fitted = fitted_to(setting)
-        save(setting, fitted)
+        with setting.saved_as_it_goes():
+            fitted = fitted_to(setting)
+            save(setting, fitted)
     about = _about(setting, fitted)
     of_user = config.data.train is not None and config.data.name in ("arrays", "image_folder")
     data_name = Path(str(config.data.train)).stem if of_user else config.data.name

@@ -39,7 +39,8 @@ def fit(config: RunConfig) -> Path:
     """The whole command; returns the posterior file."""
     check_keywords(config)
     setting = prepare(config, "fit")
-    path = save(setting, fitted_to(setting))
+    with setting.saved_as_it_goes():
+        path = save(setting, fitted_to(setting))
     setting.log(f"Posterior: {path} ({path.stat().st_size / 2**20:.1f} MiB), after {setting.log.seconds:.0f} s.")
     return path
 
@@ -67,11 +68,11 @@ def fit_network(setting: Setting, model: nn.Module) -> Any:
         log(f"Fitting: {type(la).__name__} from {len(setting.data.train):,} data")  # type: ignore[arg-type]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*nterrupt")  # said by the exit code
-            la.fit(loader, progress_bar=True)
+            la.fit(loader, progress_bar=True, checkpoint=setting.checkpoint)
             if config.fit.refine_epochs is not None and la.report_.status != "interrupted":
                 if not hasattr(la, "refine"):
                     raise ConfigError("fit.refine_epochs expects a flavour that can be refined; leave it null.")
-                la.refine(loader, epochs=config.fit.refine_epochs)
+                la.refine(loader, epochs=config.fit.refine_epochs, checkpoint=setting.checkpoint)
     except ConfigError:
         raise
     except ValueError as error:  # the flavour's own sentences, about data and models
@@ -135,6 +136,6 @@ def saved_fit(setting: Setting) -> Fitted | None:
         )
         if one != other:
             return None
-    restored = restore(path, setting.device)
+    restored = restore(path, setting.device, trusted_model=setting.config.model.name)
     setting.log(f"Posterior of an earlier fit with these settings: {path}")
     return Fitted(restored.predictor, restored.model, saved["report"])

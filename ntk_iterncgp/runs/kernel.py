@@ -45,9 +45,9 @@ def fit_gp(setting: Setting) -> NonConjugateGP:
             gp.optimize(X, y, max_steps=config.kernel.optimize_steps, progress_bar=True)
             setting.log(f"Hyperparameters: {gp.kernels[0]!r}, {gp.likelihood!r}; {gp.optimization_}")
         else:
-            gp.fit(X, y, progress_bar=True)
+            gp.fit(X, y, progress_bar=True, checkpoint=setting.checkpoint)
         if config.kernel.refine_products and gp.report_.status != "interrupted":
-            gp.refine(config.kernel.refine_products, progress_bar=True)
+            gp.refine(config.kernel.refine_products, progress_bar=True, checkpoint=setting.checkpoint)
     if gp.report_.status == "interrupted":
         raise KeyboardInterrupt
     setting.log(str(gp.report_))

@@ -17,6 +17,7 @@ Real targets have a mean and, for a new observation, in their own units
 from __future__ import annotations
 
 import csv
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from ntk_iterncgp.runs.kernel import as_rows
 from ntk_iterncgp.runs.predictor import KernelPredictor, NetworkPredictor, Predictor
 from ntk_iterncgp.runs.prepare import chosen_device
 
+MAX_LINK_SAMPLES = 2**16
 SCORES = ("entropy", "epistemic", "aleatoric", "variance")
 
 
@@ -52,8 +54,11 @@ class Restored:
     targets: tuple[float, float] | None  # mean and standard deviation of real targets
 
 
-def restore(path: Path, device: torch.device) -> Restored:
-    """The posterior as it was fitted, around the network as it was."""
+def restore(path: Path, device: torch.device, *, trusted_model: str | None = None) -> Restored:
+    """The posterior as it was fitted, around the network as it was: whatever the file holds, that or a sentence.
+
+    `trusted_model` is an import path that may be called.
+    """
     state, weights, about = load_posterior(path)
     try:
         config = from_settings(dict(flat(about["config"])))
@@ -61,31 +66,52 @@ def restore(path: Path, device: torch.device) -> Restored:
         scaling = datasets.Scaling(tuple(about["scaling"]["mean"]), tuple(about["scaling"]["std"]))
         centre_and_unit = about.get("targets")
         targets = None if centre_and_unit is None else (float(centre_and_unit[0]), float(centre_and_unit[1]))
-    except (KeyError, TypeError, ValueError) as error:
+        _check_sizes(config, names, shape, (*scaling.mean, *scaling.std, *(targets or ())))
+        if config.kernel.name != state.get("kernel"):
+            raise ValueError(f"its kernel is {config.kernel.name} and {state.get('kernel')!r:.60}")
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise ConfigError(f"'{path}' is damaged: it does not say what it was fitted with ({error}).") from error
     try:
         if config.kernel.name is not None:
             predictor: Predictor = KernelPredictor.from_state(state, device)
             return Restored(predictor, None, config, scaling, names, shape, targets)
-        arguments = {k: v for k, v in config.model.arguments.items() if k != "weights"}  # they come from the file
-        model = models.build(config.model.name, 1 if targets else len(names), shape, arguments)
-        model.load_state_dict(weights)
-        model = model.to(device)
+        num_outputs = 1 if targets else len(names)
+        model = models.rebuild(config.model, num_outputs, shape, weights, trusted=trusted_model).to(device)
         la = make_flavour(config, model)
         la.load_state_dict(state)
     except ConfigError:
         raise
-    except (ValueError, KeyError, RuntimeError, AttributeError, TypeError) as error:
-        what = config.kernel.name or config.model.name
-        raise ConfigError(f"'{path}' does not fit its own model '{what}': {error}") from error
+    except (ValueError, KeyError, RuntimeError, TypeError, AttributeError, ArithmeticError) as error:
+        what, reason = config.kernel.name or config.model.name, str(error).partition("\n")[0][:300]
+        raise ConfigError(f"'{path}' does not fit its own model '{what}': {reason}") from error
     return Restored(NetworkPredictor(la), model, config, scaling, names, shape, targets)
 
 
-def predict(posterior: Path, inputs: Path, output: Path, *, device: str = "auto", link: str = "accurate") -> Path:
+def _check_sizes(config: RunConfig, names: tuple[Any, ...], shape: tuple[Any, ...], scales: tuple[Any, ...]) -> None:
+    """What is asked for by a file is of a size that a run may have written."""
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError("class_names expects texts")
+    if not all(type(side) is int and 0 < side < 2**31 for side in shape):
+        raise ValueError("input_shape expects whole numbers")
+    if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in scales):
+        raise ValueError("scaling expects finite numbers")
+    if config.evaluate.link_samples > MAX_LINK_SAMPLES:
+        raise ValueError(f"evaluate.link_samples expects at most {MAX_LINK_SAMPLES}")
+
+
+def predict(
+    posterior: Path,
+    inputs: Path,
+    output: Path,
+    *,
+    device: str = "auto",
+    link: str = "accurate",
+    trusted_model: str | None = None,
+) -> Path:
     """The whole command: a .csv with a line per input, or an .npz."""
     if output.suffix not in (".csv", ".npz"):
         raise ConfigError(f"--output expects a file that ends in .csv or .npz, but got '{output}'.")
-    restored = restore(posterior, chosen_device(device))
+    restored = restore(posterior, chosen_device(device), trusted_model=trusted_model)
     x = datasets.inputs_for(inputs, restored.scaling, restored.input_shape)
     columns = columns_of(restored, x, link)
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.utils.data import DataLoader
 
 from ntk_iterncgp import datasets, models
-from ntk_iterncgp.config import ConfigError, RunConfig, as_yaml, prepare_output_dir
+from ntk_iterncgp.checkpoint import Checkpoint, open_call
+from ntk_iterncgp.config import ConfigError, RunConfig, as_plain, as_yaml, prepare_output_dir
+from ntk_iterncgp.data import FixedOrderData
 from ntk_iterncgp.files import write_atomically, write_text
+from ntk_iterncgp.network.progress import data_digests
 
 MOST_HELD_OUT = 1000
 
@@ -43,6 +48,11 @@ class Setting:
     log: Log
     data: datasets.Data
     device: torch.device
+    checkpoint: Checkpoint | None
+
+    def saved_as_it_goes(self) -> AbstractContextManager[object]:
+        """While open, what a run has done is kept for the same command after a crash; at its end, no longer."""
+        return nullcontext() if self.checkpoint is None else self.checkpoint
 
 
 def prepare(config: RunConfig, command: str) -> Setting:
@@ -58,7 +68,12 @@ def prepare(config: RunConfig, command: str) -> Setting:
     others += "".join(f", {len(other):,} of {name}" for name, other in data.ood.items())  # type: ignore[arg-type]
     kind = "real targets" if data.task == "regression" else f"{data.num_outputs} classes"
     log(f"Data: {config.data.name}, {sizes}{others}, {kind}, inputs {data.input_shape}")
-    return Setting(config, folder, log, data, device)
+    return Setting(config, folder, log, data, device, _checkpoint(config, folder, log))
+
+
+def _checkpoint(config: RunConfig, folder: Path, log: Log) -> Checkpoint | None:
+    seconds = config.checkpoint.every_seconds
+    return None if seconds is None else Checkpoint(folder / "checkpoint", every_seconds=seconds, say=log)
 
 
 def num_held_out(config: RunConfig, data: datasets.Data) -> int:
@@ -98,13 +113,34 @@ def prepare_model(setting: Setting) -> nn.Module:
         f"it is trained here for {config.model.train_epochs} epochs."
     )
     started = time.perf_counter()
-    fit = models.train(model, data.train, config.model, task=data.task, seed=config.seed, device=setting.device)
+    fit = _trained(model, setting)
     target = setting.folder / "model.safetensors"
     weights = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
     write_atomically(target, lambda path: save_file(weights, path))
     how = f"{100 * fit:.1f} % right" if data.task == "classification" else f"error {fit:.3g} standard deviations"
     log(f"Trained in {time.perf_counter() - started:.0f} s: {how} on the training data; {target}")
     return model
+
+
+def _trained(model: nn.Module, setting: Setting) -> float:
+    """Train, or take the weights that this run had trained when it was killed; and the random numbers after it."""
+    config, data = setting.config, setting.data
+    plain = as_plain(config)
+    settings = {"data": plain["data"], "model": plain["model"], "seed": config.seed, "device": setting.device.type}
+    call = open_call(setting.checkpoint, "train", lambda: (settings, {}))
+    digests = None
+    if call.is_kept:
+        digests = data_digests(FixedOrderData(DataLoader(data.train, 1000), device=torch.device("cpu")))
+        call.check_data(digests)
+    if call.saved is not None:
+        model.load_state_dict(call.saved["weights"])
+        torch.set_rng_state(call.saved["random"])
+        call.end(dict)
+        return float(call.saved["fit"])
+    fit = models.train(model, data.train, config.model, task=data.task, seed=config.seed, device=setting.device)
+    found = {"weights": model.state_dict(), "random": torch.get_rng_state(), "fit": fit, "data": digests}
+    call.end(lambda: found)
+    return fit
 
 
 def find_checkpoint(config: RunConfig) -> Path:
