@@ -398,6 +398,13 @@ def test_the_built_in_networks_have_the_sizes_they_say() -> None:
     assert models.build("resnet18", 4, (3, 64, 64))(torch.zeros(1, 3, 64, 64)).shape == (1, 4)
 
 
+def test_one_number_that_was_expanded_is_saved_like_any_other(tmp_path: Path) -> None:
+    state = {"one": torch.tensor(2.5, dtype=torch.float64).expand(1), "many": torch.arange(3.0).expand(2, 3)}
+    files.save_posterior(tmp_path / "p.safetensors", state, {}, {})
+    saved = files.load_posterior(tmp_path / "p.safetensors")[0]
+    assert saved["one"].tolist() == [2.5] and saved["many"].tolist() == [[0, 1, 2]] * 2
+
+
 def test_a_file_that_could_not_be_finished_leaves_the_old_one(tmp_path: Path) -> None:
     target = tmp_path / "results.json"
     target.write_text("old")
