@@ -141,7 +141,9 @@ def _bytes_of(tensor: Tensor) -> Iterator[memoryview]:
     rows = tensor.reshape(1, -1) if tensor.ndim < 2 else tensor.flatten(1)
     if rows.numel():
         for part in rows.split(max(1, CHUNK_BYTES // (rows.shape[1] * rows.element_size()))):
-            yield memoryview(part.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            # A copy: one number that was expanded counts as contiguous, with a stride of zero.
+            whole = part.cpu().clone(memory_format=torch.contiguous_format)
+            yield memoryview(whole.view(-1).view(torch.uint8).numpy())
 
 
 # --- reading ------------------------------------------------------------------------------------------------------

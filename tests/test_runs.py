@@ -248,7 +248,9 @@ def test_a_checkpoint_that_is_newer_than_the_posterior_is_fitted_again(tmp_path:
     assert cli.main(arguments) == 0
     first = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))["methods"][0]["nll"]
     log = (tmp_path / "out" / "run.log").read_text(encoding="utf-8")
-    assert "by the evidence, since no data are held out." in log  # the checkpoint may have seen all training data
+    assert (
+        "by the evidence, since no data are held out: predictions may be far too cautious." in log
+    )  # the checkpoint may have seen all training data
     save_file(models.cnn(10, (1, 8, 8), 4).state_dict(), checkpoint)  # other weights
     os.utime(checkpoint, (2**32, 2**32))
     assert cli.main(arguments) == 0
@@ -394,6 +396,13 @@ def test_the_built_in_networks_have_the_sizes_they_say() -> None:
     assert models.build("lenet", 10, (1, 28, 28))(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
     assert models.build("mlp", 3, (7,), {"width": 5})(torch.zeros(2, 7)).shape == (2, 3)
     assert models.build("resnet18", 4, (3, 64, 64))(torch.zeros(1, 3, 64, 64)).shape == (1, 4)
+
+
+def test_one_number_that_was_expanded_is_saved_like_any_other(tmp_path: Path) -> None:
+    state = {"one": torch.tensor(2.5, dtype=torch.float64).expand(1), "many": torch.arange(3.0).expand(2, 3)}
+    files.save_posterior(tmp_path / "p.safetensors", state, {}, {})
+    saved = files.load_posterior(tmp_path / "p.safetensors")[0]
+    assert saved["one"].tolist() == [2.5] and saved["many"].tolist() == [[0, 1, 2]] * 2
 
 
 def test_a_file_that_could_not_be_finished_leaves_the_old_one(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def panels(comparison: Comparison, fit: Mapping[str, Any]) -> list[tuple[str, st
         found.append(
             (
                 "Information captured",
-                "A lower bound on the share of what the training data say that has been used, against cost.",
+                "A lower bound on the share of what the training data say that has been used, at the fit's prior.",
                 lambda axes: information(axes, history),
             )
         )

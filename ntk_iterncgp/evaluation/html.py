@@ -36,10 +36,10 @@ td.best { color: #00684e; font-weight: 700; }
 figure { margin: 0; padding: .7rem; border: 1px solid var(--line); border-radius: 6px; break-inside: avoid; }
 figure img.panel { display: block; width: 100%; height: auto; } figcaption { font-size: .85rem; color: var(--soft); }
 figcaption b { display: block; color: var(--ink); font-size: .95rem; }
-.cards { display: grid; gap: .8rem; grid-template-columns: repeat(auto-fill, minmax(9.6rem, 1fr)); }
+.cards { display: grid; gap: .8rem; grid-template-columns: repeat(auto-fill, minmax(10.4rem, 1fr)); }
 .card { border: 1px solid var(--line); border-radius: 6px; padding: .6rem; break-inside: avoid; font-size: .82rem; }
 .card img { display: block; width: 100%; aspect-ratio: 1; object-fit: contain; image-rendering: pixelated; }
-.card .bar { display: grid; grid-template-columns: var(--name) 1fr 2.6rem; gap: .3rem; align-items: center; }
+.card .bar { display: grid; grid-template-columns: var(--name) 1fr 2.4rem; gap: .3rem; align-items: center; }
 .bar span:first-child { overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
 .bar i { display: block; height: .55rem; background: #d55e00; border-radius: 2px; }
 .bar.truth i { background: var(--ours); } .bar span:last-child { text-align: right; } .wrong { color: #b3400b; }

@@ -28,7 +28,7 @@ def cards(
         shown = "".join(
             _card(probabilities[place], int(labels[place]), pictures[place], class_names) for place in chosen
         )
-        parts.append(f'<h2>{heading}</h2><div class="cards" style="--name:{room}ch">{shown}</div>')
+        parts.append(f'<h2>{heading}</h2><div class="cards" style="--name:{0.3 + 0.52 * room:.1f}em">{shown}</div>')
     return "".join([*parts, '<p class="soft">Probabilities of ours; the true class in blue.</p>'])
 
 

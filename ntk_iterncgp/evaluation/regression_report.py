@@ -76,7 +76,7 @@ def panels(comparison: RegressionComparison, fit: Mapping[str, Any]) -> list[tup
     ]
     history = [record for record in fit.get("history", []) if record.get("information_captured") is not None]
     if len(history) > 1:
-        sentence = "A lower bound on the share of what the training data say that has been used, against cost."
+        sentence = "A lower bound on the share of what the training data say that has been used, at the fit's prior."
         found.append(("Information captured", sentence, svg(lambda axes: information(axes, history))))
     if comparison.exact_ratio is not None:
         ratio = comparison.exact_ratio

@@ -3,7 +3,8 @@
 held out    the NLL, by the accurate link, of data that the network was not trained on and the posterior not fitted to
 evidence    where there are none (a checkpoint may have seen all training data): the lower bound, from small matrices
 
-The evidence judges the linearised model, not its calibration, and tends to small precisions: the log says which it was.
+The evidence judges the linearised model, not its calibration, and tends to small precisions (CIFAR-10, ResNet-20: 56,
+where 10 000 has the least NLL): the log says which of the two it was, and what to do.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def tune(setting: Setting, la: Any) -> None:
     if held_out is None:
         _by_evidence(setting, la, with_noise=is_regression)
         how = (
-            "the evidence, since no data are held out. For calibrated probabilities name some that the network has not "
-            "seen: data.held_out, data.held_out_from"
+            "the evidence, since no data are held out: predictions may be far too cautious. Name some that the network "
+            "has not seen, for instance data.held_out=1000 with data.held_out_from=test"
         )
     else:
         (_by_targets if is_regression else _by_labels)(setting, la, held_out)
