@@ -240,6 +240,8 @@ class Meter:
 
 def weight_posterior(progress: Progress, network: LinearisedNetwork) -> WeightPosterior:
     images, noise_gram, _ = progress.clusters.actions()
+    if images.shape[1] > images.shape[0]:
+        images, noise_gram = fold(images, noise_gram)
     clusters = progress.clusters
     return WeightPosterior(
         images=images,
@@ -252,6 +254,14 @@ def weight_posterior(progress: Progress, network: LinearisedNetwork) -> WeightPo
         layer_sizes=network.layer_sizes,
         trace_is_exact=progress.trace_is_exact,
     )
+
+
+def fold(images: Tensor, noise_gram: Tensor) -> tuple[Tensor, Tensor]:  # (P, B), (B, B) -> (P, P), (P, P)
+    """More actions than weights as just so many, for every prior: the posterior knows A R⁻¹Aᵀ alone."""
+    lower = torch.linalg.cholesky(noise_gram)
+    whitened = torch.linalg.solve_triangular(lower, images.T.double(), upper=False)  # (B, P)
+    triangle = torch.linalg.qr(whitened, mode="r").R  # RᵀR = A R⁻¹Aᵀ
+    return triangle.T.to(images.dtype), torch.eye(len(triangle), dtype=noise_gram.dtype, device=noise_gram.device)
 
 
 def _result(progress: Progress, network: LinearisedNetwork, settings: NetworkSettings, status: Status) -> NetworkFit:
