@@ -10,6 +10,8 @@ from torch.func import functional_call, jacrev, vmap
 
 from ntk_iterncgp.network.clusters import independent_columns
 from ntk_iterncgp.network.grouping import group
+from ntk_iterncgp.network.one_epoch import unfolded
+from ntk_iterncgp.priors.jacobian import DenseRows
 from tests.clusters_helpers import PRIOR_PRECISION, digits, joint_variance, make_net
 from tests.laplace_helpers import MLP, ONE, SEVERAL, close, fitted, full_laplace, near_and_far, not_below, written_out
 from tests.network_cases import NetworkCase, dense_jacobian
@@ -91,6 +93,25 @@ def test_refining_reaches_the_exact_posterior_and_then_stops(subset: str) -> Non
     )
     assert la.report_.status == "exhausted" and la.report_.epochs < 30
     assert "all that the data say has been used" in la.report_.advice
+
+
+@dtypes
+def test_more_actions_than_weights_are_kept_as_so_many_and_say_the_same(dtype: torch.dtype) -> None:
+    net = make_net(2, num_data=40)
+    la, loader = net.laplace(dtype, num_actions=30), net.loader(dtype)
+    la.fit(loader)
+    la.refine(loader, epochs=2)
+    num_params, x = len(la.mean), net.near_and_far().to(dtype)
+    clusters = la._fit.progress.clusters
+    assert clusters.rank > num_params == la.posterior.rank == la.report_.rank
+    rows = torch.cat([rows.jacobian for rows in la._rows_at(x)])
+    for precision in (0.05, 0.7, 30.0):
+        la.prior_precision = precision
+        found = la.functional_variance(rows).double()
+        plain = unfolded(la.posterior, clusters).conditioned(la.prior_precision, la._noise_scale)
+        close(found, plain.covariance(DenseRows(rows[..., 0], rows)), 1e-9 if dtype == torch.float64 else 5e-4)
+    la.prior_precision = PRIOR_PRECISION
+    not_below(joint_variance(la, x), net.exact(x.double()), TOLERANCE[dtype])
 
 
 def test_confident_networks_lose_nothing_to_tiny_probabilities() -> None:

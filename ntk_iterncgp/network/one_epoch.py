@@ -240,10 +240,8 @@ class Meter:
 
 def weight_posterior(progress: Progress, network: LinearisedNetwork) -> WeightPosterior:
     images, noise_gram, _ = progress.clusters.actions()
-    if images.shape[1] > images.shape[0]:
-        images, noise_gram = fold(images, noise_gram)
     clusters = progress.clusters
-    return WeightPosterior(
+    posterior = WeightPosterior(
         images=images,
         noise_gram=noise_gram,
         right_hand_side=torch.zeros(len(noise_gram), dtype=torch.float64, device=images.device),
@@ -254,14 +252,29 @@ def weight_posterior(progress: Progress, network: LinearisedNetwork) -> WeightPo
         layer_sizes=network.layer_sizes,
         trace_is_exact=progress.trace_is_exact,
     )
+    return folded(posterior)
 
 
-def fold(images: Tensor, noise_gram: Tensor) -> tuple[Tensor, Tensor]:  # (P, B), (B, B) -> (P, P), (P, P)
-    """More actions than weights as just so many, for every prior: the posterior knows A R⁻¹Aᵀ alone."""
-    lower = torch.linalg.cholesky(noise_gram)
-    whitened = torch.linalg.solve_triangular(lower, images.T.double(), upper=False)  # (B, P)
-    triangle = torch.linalg.qr(whitened, mode="r").R  # RᵀR = A R⁻¹Aᵀ
-    return triangle.T.to(images.dtype), torch.eye(len(triangle), dtype=noise_gram.dtype, device=noise_gram.device)
+def folded(posterior: WeightPosterior) -> WeightPosterior:
+    """More actions than weights as just so many: for every prior the posterior knows A R⁻¹Aᵀ alone, a P×P matrix."""
+    num_params, rank = posterior.images.shape
+    if rank <= num_params:
+        return posterior
+    lower = torch.linalg.cholesky(posterior.noise_gram)
+    whitened = torch.linalg.solve_triangular(lower, posterior.images.T.double(), upper=False)  # (B, P)
+    triangle = torch.linalg.qr(whitened, mode="r").R  # TᵀT = A R⁻¹Aᵀ
+    return replace(
+        posterior,
+        images=triangle.T.to(posterior.images.dtype),
+        noise_gram=torch.eye(num_params, dtype=lower.dtype, device=lower.device),
+        right_hand_side=lower.new_zeros(num_params),
+    )
+
+
+def unfolded(posterior: WeightPosterior, clusters: Clusters) -> WeightPosterior:
+    """The same with one action for each group, of which it was made."""
+    images, noise_gram, kept = clusters.actions()
+    return replace(posterior, images=images, noise_gram=noise_gram, right_hand_side=noise_gram.new_zeros(len(kept)))
 
 
 def _result(progress: Progress, network: LinearisedNetwork, settings: NetworkSettings, status: Status) -> NetworkFit:
