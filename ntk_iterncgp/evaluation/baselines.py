@@ -32,7 +32,7 @@ from ntk_iterncgp.priors.jacobian import DenseRows, Jacobian
 from ntk_iterncgp.priors.ntk import in_parts
 
 CHUNK_BYTES = 256 * 2**20
-VALLA_BATCH = 32
+VALLA_BATCH = 16
 
 
 class Unavailable(RuntimeError):

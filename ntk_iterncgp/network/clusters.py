@@ -23,7 +23,7 @@ so further passes go through the contrasts, and after these through random direc
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from ntk_iterncgp.likelihoods import Likelihood
 from ntk_iterncgp.network.grouping import group
 from ntk_iterncgp.priors.jacobian import NetworkJacobian
 from ntk_iterncgp.priors.ntk import curvature_traces
+from ntk_iterncgp.weight_posterior import inner_products
 
 PADDING = 8
 DEPENDENT = 1e-6  # an action of which less than this share is new, in the metric of W⁺, is dropped
@@ -89,10 +90,21 @@ class Clusters:
     features: Tensor  # of the last layer (N, D)
     generator: torch.Generator
     passes: list[Pass] = field(default_factory=list)
+    noise_blocks: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # of R, between complete passes
+    gram_blocks: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # of AᵀA
 
     def __post_init__(self) -> None:
         # Nothing is divided by a probability here, so none needs a floor.
         self.likelihood = self.likelihood.for_prior_variance(1e20)
+
+    def copy(self) -> Clusters:
+        """To go on with, while this one stays as it is."""
+        return replace(
+            self,
+            passes=list(self.passes),
+            noise_blocks=dict(self.noise_blocks),
+            gram_blocks=dict(self.gram_blocks),
+        )
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -186,9 +198,16 @@ class Clusters:
 
     def noise_gram(self) -> Tensor:  # R (B, B)
         """SᵀW⁺S = UᵀWU over the data that count, between all passes."""
-        blocks = [[self._noise_block(*left, *right) for right in self._directions()] for left in self._directions()]
-        gram = torch.cat([torch.cat(row, 1) for row in blocks])
+        parts = self._directions()
+        complete = [done.is_complete for done, _ in parts]
+        gram = block_matrix(self.noise_blocks, complete, lambda i, j: self._noise_block(*parts[i], *parts[j]))
         return 0.5 * (gram + gram.T)
+
+    def image_gram(self) -> Tensor:  # (B, B)
+        """AᵀA of all actions. After a further pass only what is new of it is computed."""
+        images = [done.images for done in self.passes]
+        complete = [done.is_complete for done in self.passes]
+        return block_matrix(self.gram_blocks, complete, lambda i, j: inner_products(images[i].T, images[j].T))
 
     def _directions(self) -> list[tuple[Pass, Tensor]]:
         return [(done, u * done.counted()[:, None]) for done in self.passes for u in done.directions]
@@ -229,6 +248,20 @@ class Clusters:
             result += part[:, done.labels] * (share / size[done.labels].clamp_min(1e-300))
             start += done.num_groups
         return result
+
+
+def block_matrix(
+    known: dict[tuple[int, int], Tensor], complete: list[bool], block: Callable[[int, int], Tensor]
+) -> Tensor:
+    """A symmetric matrix from its blocks; those between complete passes are computed once, and kept in `known`."""
+    found: dict[tuple[int, int], Tensor] = {}
+    for i in range(len(complete)):
+        for j in range(i + 1):
+            found[i, j] = known[i, j] if (i, j) in known else block(i, j)
+            found[j, i] = found[i, j].T
+            if complete[i] and complete[j]:
+                known[i, j] = found[i, j]
+    return torch.cat([torch.cat([found[i, j] for j in range(len(complete))], 1) for i in range(len(complete))])
 
 
 def independent_columns(gram: Tensor) -> Tensor:  # (B, B) -> (B',)

@@ -73,7 +73,7 @@ def refine_clusters(
     progress: Progress = fitted.progress
     progress = replace(
         progress,
-        clusters=replace(progress.clusters, passes=list(progress.clusters.passes)),
+        clusters=progress.clusters.copy(),
         history=[*progress.history],
     )
     if budget.epochs is not None:
@@ -239,8 +239,8 @@ class Meter:
 
 
 def weight_posterior(progress: Progress, network: LinearisedNetwork) -> WeightPosterior:
-    images, noise_gram, _ = progress.clusters.actions()
     clusters = progress.clusters
+    images, noise_gram, kept = clusters.actions()
     posterior = WeightPosterior(
         images=images,
         noise_gram=noise_gram,
@@ -252,14 +252,14 @@ def weight_posterior(progress: Progress, network: LinearisedNetwork) -> WeightPo
         layer_sizes=network.layer_sizes,
         trace_is_exact=progress.trace_is_exact,
     )
+    if posterior.rank <= len(images):
+        return posterior.knowing(clusters.image_gram()[kept][:, kept])
     return folded(posterior)
 
 
 def folded(posterior: WeightPosterior) -> WeightPosterior:
     """More actions than weights as just so many: for every prior the posterior knows A R⁻¹Aᵀ alone, a P×P matrix."""
-    num_params, rank = posterior.images.shape
-    if rank <= num_params:
-        return posterior
+    num_params = len(posterior.images)
     lower = torch.linalg.cholesky(posterior.noise_gram)
     whitened = torch.linalg.solve_triangular(lower, posterior.images.T.double(), upper=False)  # (B, P)
     triangle = torch.linalg.qr(whitened, mode="r").R  # TᵀT = A R⁻¹Aᵀ
