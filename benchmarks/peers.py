@@ -1,6 +1,7 @@
 """One table in one run: post-hoc methods on the same network, the same inputs, the same link and the same tuning.
 
-    ntk-iterncgp bench peers [--quick] [--data digits mnist fashion] [--json FILE]
+    ntk-iterncgp bench peers [--quick] [--json FILE]
+    python -m benchmarks.peers --data mnist fashion --set data.train_limit=20000
 
 Digits with a small CNN (where the exact posterior is known); MNIST with a LeNet-size CNN, Fashion-MNIST being what it
 should not be sure about, and the other way round (where the data are there, NTK_ITERNCGP_DATA). The network as it is,
@@ -42,29 +43,30 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 PEERS = "map, temperature, prior, last_layer, kfac, sod, ella, valla"
 WARM_UP = 50  # data
 BUDGETS = (5.0, 20.0)  # epochs, after that of a plain fit
-LENET = [  # some quarter of an hour on one core, a good half of it for KFAC, ELLA and VaLLA
+LENET = [  # some twenty minutes on one core, most of them for KFAC, ELLA and VaLLA
     f"evaluate.baselines=[{PEERS}]",
     "data.test_limit=2000",
     "data.ood_limit=1000",
-    "data.batch_size=100",  # laplace-torch takes the rows of J of a whole batch at once
+    "data.batch_size=50",  # laplace-torch takes the rows of J of a whole batch at once
     "fit.max_rank=600",  # of the 4000 actions of 20 epochs: predictions with all of them would take longer than the fit
+    "evaluate.ella_size=200",
     "evaluate.valla_steps=500",  # some 20 epochs
     "tuning.precision_min=0.1",
     "tuning.steps_per_decade=3",
 ]
 SETTINGS: dict[str, tuple[str, str, list[str]]] = {  # title, configuration, what differs from it
     "digits": (
-        "Digits (1347 to learn from, 450 to be tested on), a CNN of 1446 weights",
+        "Digits, a CNN of 1446 weights",
         "digits.yaml",
         [f"evaluate.baselines=[{PEERS}, exact]", "evaluate.valla_steps=1000"],
     ),
     "mnist": (
-        "MNIST (60 000 to learn from, 2000 to be tested on), a LeNet of 61 706 weights",
+        "MNIST, a LeNet of 61 706 weights",
         "mnist_lenet.yaml",
         LENET,
     ),
     "fashion": (
-        "Fashion-MNIST (60 000 to learn from, 2000 to be tested on), a LeNet of 61 706 weights",
+        "Fashion-MNIST, a LeNet of 61 706 weights",
         "fashion_lenet.yaml",
         LENET,
     ),
@@ -81,7 +83,8 @@ def epoch_seconds(model: nn.Module, loader: DataLoader) -> float:
     return time.process_time() - started
 
 
-def run(config: RunConfig) -> list[dict[str, Any]]:
+def run(config: RunConfig) -> tuple[str, list[dict[str, Any]]]:
+    """The sizes of the data sets, and a row for each method."""
     setting = prepare(config, "evaluate")
     model = prepare_model(setting)
     loader = DataLoader(setting.data.train, config.data.batch_size)
@@ -98,7 +101,7 @@ def run(config: RunConfig) -> list[dict[str, Any]]:
     for row in rows:
         if row["method"] == "ours":
             row["method"] = f"ours, {first.report_.epochs:.1f} epochs"
-    return rows
+    return sizes_of(setting), rows
 
 
 def refined(setting: Setting, model: nn.Module, loader: DataLoader, watch: Stopwatch) -> dict[str, WeightPosterior]:
@@ -174,6 +177,13 @@ def table(rows: list[dict[str, Any]]) -> list[list[str]]:
     return lines
 
 
+def sizes_of(setting: Setting) -> str:
+    """How much there was to learn from, and to be tested on."""
+    data = setting.data
+    counts = {"to learn from": data.train, "to be tested on": data.test, **{f"of {k}": v for k, v in data.ood.items()}}
+    return ", ".join(f"{len(part):,} {name}" for name, part in counts.items())  # type: ignore[arg-type]
+
+
 def show(title: str, rows: list[dict[str, Any]]) -> None:
     """As Markdown, with columns that line up on a screen, too."""
     lines = table(rows)
@@ -188,6 +198,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bench peers", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few digits, for a look at the output")
     parser.add_argument("--data", nargs="+", choices=SETTINGS, help="which tables (digits, and mnist if there)")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings that differ, as of a run")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args(argv)
     warnings.filterwarnings("ignore", message="`torch.jit.script`")
@@ -199,9 +210,9 @@ def main(argv: list[str] | None = None) -> None:
         with tempfile.TemporaryDirectory() as folder:
             for name in chosen:
                 title, file, changes = SETTINGS[name]
-                changes = [*changes, *(QUICK if options.quick else []), f"output_dir={folder}/{name}"]
-                figures[name] = run(load(CONFIGS / file, changes))
-                show(title, figures[name])
+                changes = [*changes, *(QUICK if options.quick else []), *options.set, f"output_dir={folder}/{name}"]
+                sizes, figures[name] = run(load(CONFIGS / file, changes))
+                show(f"{title} ({sizes})", figures[name])
                 if options.json:
                     options.json.write_text(json.dumps(figures, indent=2))
     finally:
