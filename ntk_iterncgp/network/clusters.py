@@ -36,6 +36,7 @@ from ntk_iterncgp.priors.ntk import curvature_traces
 from ntk_iterncgp.weight_posterior import inner_products
 
 PADDING = 8
+PIVOT_BLOCK = 128  # columns that are looked at one by one; all others are dealt with by products of matrices
 DEPENDENT = 1e-6  # an action of which less than this share is new, in the metric of W⁺, is dropped
 
 
@@ -92,6 +93,7 @@ class Clusters:
     passes: list[Pass] = field(default_factory=list)
     noise_blocks: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # of R, between complete passes
     gram_blocks: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # of AᵀA
+    latest: tuple[list[int], Tensor, Tensor] | None = None  # how much was swept, R then, and which actions to keep
 
     def __post_init__(self) -> None:
         # Nothing is divided by a probability here, so none needs a floor.
@@ -104,6 +106,7 @@ class Clusters:
             passes=list(self.passes),
             noise_blocks=dict(self.noise_blocks),
             gram_blocks=dict(self.gram_blocks),
+            latest=None,
         )
 
     @property
@@ -220,8 +223,7 @@ class Clusters:
 
     def actions(self) -> tuple[Tensor, Tensor, Tensor]:
         """A (P, B) and R (B, B) of the actions that are there and independent, and which of all they are (B,)."""
-        gram = self.noise_gram()
-        kept = independent_columns(gram)
+        gram, kept = self._independent()
         images = [done.images for done in self.passes]
         all_images = images[0] if len(images) == 1 else torch.cat(images)
         if len(kept) < len(gram):
@@ -231,7 +233,14 @@ class Clusters:
 
     def kept(self) -> Tensor:  # (B,)
         """Which of all actions are in the posterior."""
-        return independent_columns(self.noise_gram())
+        return self._independent()[1]
+
+    def _independent(self) -> tuple[Tensor, Tensor]:  # R (B, B), (B′,)
+        swept = [int(done.swept.sum()) for done in self.passes]
+        if self.latest is None or self.latest[0] != swept:
+            gram = self.noise_gram()
+            self.latest = swept, gram, independent_columns(gram)
+        return self.latest[1:]
 
     def spread(self, contributions: Tensor) -> Tensor:  # (b, B) -> (b, N)
         """What belongs to actions, given to their data in proportion to uᵀWu, of which each action has 1 in all."""
@@ -273,16 +282,30 @@ def independent_columns(gram: Tensor) -> Tensor:  # (B, B) -> (B',)
     lower, info = torch.linalg.cholesky_ex(scaled)
     if int(info) == 0 and bool((lower.diagonal().square() > DEPENDENT).all()):
         return there
-    kept: list[int] = []  # column by column, since what is left out must not stay in the factor
-    lower = torch.zeros_like(scaled)
-    for j in range(len(scaled)):
+    kept, lower = torch.arange(0, device=gram.device), scaled[:0, :0]
+    for block in torch.arange(len(scaled), device=gram.device).split(PIVOT_BLOCK):
+        cross = torch.linalg.solve_triangular(lower, scaled[kept][:, block], upper=False)
+        new, corner = _pivots(scaled[block][:, block] - cross.T @ cross)
+        lower = torch.cat(
+            [torch.cat([lower, lower.new_zeros(len(lower), len(new))], 1), torch.cat([cross[:, new].T, corner], 1)]
+        )
+        kept = torch.cat([kept, block[new]])
+    return there[kept]
+
+
+def _pivots(matrix: Tensor) -> tuple[Tensor, Tensor]:  # (b, b) -> (k,), (k, k)
+    """Those to keep and their Cholesky factor, column by column, since what is left out must not stay in it."""
+    kept: list[int] = []
+    lower = torch.zeros_like(matrix)
+    for j in range(len(matrix)):
         k = len(kept)
-        row = torch.linalg.solve_triangular(lower[:k, :k], scaled[kept, j, None], upper=False)[:, 0]
-        pivot = float(scaled[j, j] - row @ row)
+        row = torch.linalg.solve_triangular(lower[:k, :k], matrix[kept, j, None], upper=False)[:, 0]
+        pivot = float(matrix[j, j] - row @ row)
         if pivot > DEPENDENT:
             lower[k, :k], lower[k, k] = row, pivot**0.5
             kept.append(j)
-    return there[kept]
+    k = len(kept)
+    return torch.tensor(kept, dtype=torch.long, device=matrix.device), lower[:k, :k]
 
 
 def _group_batches(labels: Tensor, missing: Tensor, batch_size: int) -> list[Tensor]:
