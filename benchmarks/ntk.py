@@ -4,8 +4,9 @@
 
 A column of K = J Λ⁻¹ Jᵀ is one sweep of vector-Jacobian and one of Jacobian-vector products. The epoch is the plain one
 of training without its optimiser: forward, `.backward()`, in the same process and on the same batches. Columns computed
-together share the forward pass. CPU seconds on one thread, the smallest of several runs: on a machine that others use
-too, the clock on the wall measures them.
+together share the forward pass. With k columns a k-th of the images is taken (1000 at least), for the columns and for
+the epoch they are measured in: the ratio is the same, and so is the work for every k. CPU seconds on one thread, the
+smallest of several runs: on a machine that others use too, the clock on the wall measures them.
 
 Memory: peak of a fit and of a prediction for a network of a million weights with ten outputs, in a process of its own,
 over what must be there (weights and images of the actions) plus `chunk_bytes`.
@@ -39,6 +40,7 @@ else:
 
 TARGETS = {1: 2.2, 8: 1.8, 32: None}
 MAX_MEMORY_RATIO = 1.3
+FEWEST_IMAGES = 1000
 
 
 def least_seconds(work: Callable[[], object], repeats: int) -> float:
@@ -52,21 +54,23 @@ def least_seconds(work: Callable[[], object], repeats: int) -> float:
 
 def columns(model: nn.Module, images: Tensor, labels: Tensor, batch_size: int, repeats: int) -> dict[str, float]:
     """Epochs per column for each number of columns, and its two halves."""
-    data = FixedOrderData(DataLoader(TensorDataset(images, labels), batch_size), device=images.device)
 
-    def epoch() -> None:
+    def epoch(data: FixedOrderData) -> None:
         model.zero_grad(set_to_none=True)
         for x, y in data.batches():
             nn.functional.cross_entropy(model(x), y).backward()
         model.zero_grad(set_to_none=True)
 
     jacobian = Jacobian(model)
-    prior = NTKPrior(jacobian, data, torch.zeros(len(images), 10), torch.ones(jacobian.num_params))
     result: dict[str, float] = {}
     for k in TARGETS:
-        actions = DenseColumns.of(torch.randn(len(images) * 10, k), 10)
+        num_images = max(len(images) // k, min(FEWEST_IMAGES, len(images)))
+        part = slice(0, num_images)
+        data = FixedOrderData(DataLoader(TensorDataset(images[part], labels[part]), batch_size), device=images.device)
+        prior = NTKPrior(jacobian, data, torch.zeros(num_images, 10), torch.ones(jacobian.num_params))
+        actions = DenseColumns.of(torch.randn(num_images * 10, k), 10)
         weights = torch.randn(jacobian.num_params, k)
-        one_epoch = least_seconds(epoch, repeats + 1)
+        one_epoch = least_seconds(partial(epoch, data), repeats + 1)
         transpose = least_seconds(partial(prior.transpose_product, actions), repeats) / k / one_epoch
         forward = least_seconds(partial(prior.product, weights), repeats) / k / one_epoch
         result |= {f"k={k}": transpose + forward, f"k={k} vjp": transpose, f"k={k} jvp": forward}

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SLICE_BYTES = 2**19  # a float64 slice of rows: large enough for a GEMM, small enough to stay in cache
+SLICE_BYTES = 2**20  # a float64 slice of rows: large enough for a GEMM, small enough to stay in cache
+NARROW = 16  # columns that are this many times fewer may be held in float64 beside the others
 
 Weight = Callable[[slice | Tensor, Tensor], Tensor]
 """Block-diagonal product on some data: (a slice or numbers of data, block (rows, C, k)) -> (rows, C, k)."""
@@ -157,6 +158,12 @@ class DenseColumns(Columns):
 
     def diagonal_inner(self, diagonal: Tensor, other: Columns) -> Tensor:
         return self.weighted_inner(lambda data, block: diagonal[data, :, None] * block, other)
+
+    def weighted_inner(self, weight: Weight, other: Columns) -> Tensor:
+        if other.size > max(1, self.size // NARROW):
+            return super().weighted_inner(weight, other)
+        everything = slice(0, self.num_data)  # the few columns of one new block, weighted as a whole
+        return self.inner(weight(everything, other.rows(everything)).flatten(0, 1))
 
     def rows(self, data: slice) -> Tensor:
         part = self.storage[: self.size, data.start * self.num_outputs : data.stop * self.num_outputs]

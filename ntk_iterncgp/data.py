@@ -65,13 +65,13 @@ class FixedOrderData:
                     f"A batch that is a mapping is expected to hold targets under {self.dict_key_y!r} (dict_key_y), "
                     f"but this one has the keys {sorted(map(str, batch))}. Set dict_key_y to the right one."
                 )
-            return to_device(batch, self.device), batch[self.dict_key_y].to(self.device)
+            return to_device(batch, self.device), to_device(batch[self.dict_key_y], self.device)
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise ValueError(
                 f"Each batch is expected to be a pair (x, y) or a mapping, but got {type(batch).__name__}"
                 f"{f' of length {len(batch)}' if isinstance(batch, (tuple, list)) else ''}."
             )
-        return to_device(batch[0], self.device), batch[1].to(self.device)
+        return to_device(batch[0], self.device), to_device(batch[1], self.device)
 
     @property
     def num_items(self) -> int | None:
@@ -150,12 +150,17 @@ def _rebuilt(like: Inputs, items: dict[Any, Any]) -> Inputs:
 
 
 def to_device(x: Inputs, device: torch.device) -> Inputs:
-    if isinstance(x, Tensor):
-        return x.to(device)
+    """The inputs where the model is; as in training, data may come from another device."""
     if isinstance(x, Mapping):
-        moved = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in x.items()}
-        return _rebuilt(x, moved)
-    return x
+        return _rebuilt(x, {key: to_device(value, device) for key, value in x.items()})
+    if not isinstance(x, Tensor):
+        return x
+    if x.is_meta and device.type != "meta":
+        raise ValueError(
+            f"Expected data with values, to be moved to the model's device {device}, but got a tensor on the meta "
+            "device, which holds a shape and no values. Load the data on a real device."
+        )
+    return x.to(device)
 
 
 @contextmanager

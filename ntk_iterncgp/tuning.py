@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import nll_loss
 from tqdm.auto import tqdm
 
-from ntk_iterncgp.priors.jacobian import Rows
+from ntk_iterncgp.priors.rows import Rows
 from ntk_iterncgp.weight_posterior import WeightPosterior
 
 STRUCTURES = ("scalar", "layerwise")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_iterncgp.priors.jacobian import Rows
+from ntk_iterncgp.priors.rows import Rows
 from ntk_iterncgp.solver.factor import Factor, rounding_noise
 
 SLICE_ROWS = 2**14  # weights at a time, in sums over all of them

@@ -12,7 +12,7 @@ from ntk_iterncgp.network import clusters
 from ntk_iterncgp.network.clusters import independent_columns
 from ntk_iterncgp.network.grouping import group
 from ntk_iterncgp.network.one_epoch import unfolded
-from ntk_iterncgp.priors.jacobian import DenseRows
+from ntk_iterncgp.priors.rows import DenseRows
 from tests.clusters_helpers import PRIOR_PRECISION, digits, joint_variance, make_net
 from tests.laplace_helpers import MLP, ONE, SEVERAL, close, fitted, full_laplace, near_and_far, not_below, written_out
 from tests.network_cases import NetworkCase, dense_jacobian

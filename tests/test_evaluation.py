@@ -19,7 +19,8 @@ from ntk_iterncgp.evaluation.families import Latent, Tempered
 from ntk_iterncgp.evaluation.links import class_probabilities, entropy, mutual_information
 from ntk_iterncgp.evaluation.stopwatch import Stopwatch, reset_peak
 from ntk_iterncgp.evaluation.valla import VariationalPosterior, fit_valla
-from ntk_iterncgp.priors.jacobian import DenseRows, Jacobian
+from ntk_iterncgp.priors.jacobian import Jacobian
+from ntk_iterncgp.priors.rows import DenseRows
 
 GRID = torch.tensor([0.1, 1.0, 30.0], dtype=torch.float64)
 SETTINGS = EvaluateConfig(sod_size=7, ella_size=25, ella_rank=6, valla_size=5, valla_steps=3)

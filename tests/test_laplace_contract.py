@@ -591,3 +591,26 @@ def test_a_model_on_another_device_than_the_data_draws_the_data_to_it(subset: st
     expected = fitted(MLP, subset, num_actions=5).predictive_moments(MLP.new_inputs())
     close(mean.cpu(), expected[0])
     close(variance.cpu(), expected[1])
+
+
+@subsets
+def test_a_model_without_values_or_on_two_devices_gets_a_sentence(subset: str) -> None:
+    with pytest.raises(ValueError, match=r"on one device, with values, but got '.*' on meta\. Move the whole model"):
+        unfitted(MLP, subset, model=MLP.model().to("meta"))
+    split = MLP.model()
+    list(split.children())[-1].to("meta")
+    with pytest.raises(ValueError, match=r"on one device.* on cpu, '.*' on meta\. Move the whole model"):
+        unfitted(MLP, subset, model=split)
+    la = unfitted(MLP, subset)
+    list(la.model.modules())[-1].to("meta")  # after it was wrapped
+    with pytest.raises(ValueError, match=r"on one device.* on cpu, '.*' on meta\. Move the whole model"):
+        la.fit(MLP.loader())
+
+
+@subsets
+def test_data_without_values_get_a_sentence_in_fit_and_in_predictions(subset: str) -> None:
+    x, y = MLP.new_inputs().to("meta"), torch.zeros(len(MLP.new_inputs()), dtype=torch.long)
+    with pytest.raises(ValueError, match=r"Expected data with values.*but got a tensor on the meta device"):
+        unfitted(MLP, subset).fit(DataLoader(TensorDataset(x, y)))
+    with pytest.raises(ValueError, match=r"Expected data with values.*but got a tensor on the meta device"):
+        fitted(MLP, subset, num_actions=3)(x)

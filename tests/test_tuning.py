@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ntk_iterncgp.likelihoods import Softmax
 from ntk_iterncgp.predictive import expected_response
-from ntk_iterncgp.priors.jacobian import DenseRows, Rows
+from ntk_iterncgp.priors.rows import DenseRows, Rows
 from ntk_iterncgp.tuning import ScalarPath, ValidationPart
 from tests.clusters_helpers import Net, make_net
 from tests.laplace_helpers import close

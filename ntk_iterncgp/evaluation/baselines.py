@@ -28,8 +28,9 @@ from ntk_iterncgp.config import EvaluateConfig
 from ntk_iterncgp.data import FixedOrderData, evaluating
 from ntk_iterncgp.evaluation.families import Downdated, Family, Spectral, Tabulated
 from ntk_iterncgp.evaluation.valla import fit_valla
-from ntk_iterncgp.priors.jacobian import DenseRows, Jacobian
+from ntk_iterncgp.priors.jacobian import Jacobian
 from ntk_iterncgp.priors.ntk import in_parts
+from ntk_iterncgp.priors.rows import DenseRows
 
 CHUNK_BYTES = 256 * 2**20
 VALLA_BATCH = 16

@@ -27,7 +27,8 @@ from ntk_iterncgp.evaluation.metrics import ClassificationMetrics, classificatio
 from ntk_iterncgp.evaluation.ood import OODMetrics, ood_metrics
 from ntk_iterncgp.evaluation.stopwatch import Stopwatch
 from ntk_iterncgp.evaluation.uncertainty import Difference, area_under_risk_curve, bootstrap_difference
-from ntk_iterncgp.priors.jacobian import Jacobian, Rows
+from ntk_iterncgp.priors.jacobian import Jacobian
+from ntk_iterncgp.priors.rows import DenseRows, Rows
 from ntk_iterncgp.tuning import ValidationPart
 from ntk_iterncgp.weight_posterior import WeightPosterior
 
@@ -240,7 +241,8 @@ def _sweep(
                         found[name] = ValidationPart.of(rows, posterior, shift, y[start:stop])
                 yield found
                 if jacobian is not None:
-                    dense: Any = rows if hasattr(rows, "jacobian") else jacobian.rows(x[start:stop], stop - start)
+                    some: Any = rows if hasattr(rows, "jacobian") else jacobian.rows(x[start:stop], stop - start)
+                    dense = DenseRows(some.outputs, some.jacobian)  # written out once, for all
                     for name, baseline in baselines.items():
                         with watch(f"see {name}"):
                             baseline.see(dense)

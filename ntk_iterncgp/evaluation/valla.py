@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.utils.data import DataLoader
 
-from ntk_iterncgp.priors.jacobian import DenseRows, Jacobian
+from ntk_iterncgp.priors.jacobian import Jacobian
+from ntk_iterncgp.priors.rows import Rows
 
 LEARNING_RATE = 0.01
 
@@ -52,14 +53,15 @@ class VariationalPosterior:
         features = vmap(feature)(self.inputs, self.one_hot)  # (M, P)
         return features.T @ self.lower.tril().to(features.dtype)
 
-    def objective(self, rows: DenseRows, labels: Tensor, num_data: int) -> Tensor:
+    def objective(self, rows: Rows, labels: Tensor, num_data: int) -> Tensor:
         """The function to minimise, estimated from some of the data."""
         images, precision = self.images(), self.log_precision.exp()
         gram = images.double().T @ images.double() / precision
         factor = torch.linalg.cholesky(torch.eye(len(gram), dtype=gram.dtype, device=gram.device) + gram)
-        cross = (rows.jacobian @ images).double() / precision  # (b, C, M)
+        cross = rows.times(images) / precision  # (b, C, M)
         half = torch.linalg.solve_triangular(factor, cross.flatten(0, 1).T, upper=False)
-        prior = torch.linalg.vector_norm(rows.jacobian, dim=2).double().square() / precision
+        unit = rows.covariance(torch.ones((), device=images.device))
+        prior = unit.diagonal(dim1=1, dim2=2).double() / precision
         variance = (prior - half.square().sum(0).reshape(prior.shape)).clamp_min(0)
         scaled = rows.outputs.double() / (1 + torch.pi / 8 * variance).sqrt()
         loss = nn.functional.cross_entropy(scaled, labels)

@@ -27,7 +27,7 @@ from ntk_iterncgp.predictive import (
     expected_response,
     regression_uncertainty,
 )
-from ntk_iterncgp.priors.jacobian import DenseRows, Rows
+from ntk_iterncgp.priors.rows import DenseRows, Rows
 from ntk_iterncgp.tuning import starting_precision, tune_by_evidence
 from ntk_iterncgp.weight_posterior import ConditionedPosterior
 

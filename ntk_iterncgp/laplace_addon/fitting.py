@@ -26,7 +26,8 @@ from ntk_iterncgp.network import (
     fit_network,
     refine_network,
 )
-from ntk_iterncgp.priors.jacobian import NetworkJacobian, Rows
+from ntk_iterncgp.priors.jacobian import NetworkJacobian
+from ntk_iterncgp.priors.rows import Rows
 from ntk_iterncgp.solver import NewtonOptions, Policy, Stopping, resolve_policy
 from ntk_iterncgp.solver.report import FitReport
 from ntk_iterncgp.solver.stopping import whole_number
@@ -117,6 +118,7 @@ class FittedNetwork(BaseFunctionalLaplace):
             seed=seed,
         )
         self._fitted = False
+        _require_one_device(model)
         super().__init__(
             model,
             likelihood,
@@ -157,6 +159,7 @@ class FittedNetwork(BaseFunctionalLaplace):
         """Infer the posterior from all data of the loader. On failure the model and an earlier fit are as before."""
         if not override:
             raise ValueError("override=False is not offered: the posterior is that of one data set. Fit on all of it.")
+        _require_one_device(self.model)
         with evaluating(self.model):
             self._take(fit_network(self._network(train_loader), self.settings, progress_bar=progress_bar))
 
@@ -246,3 +249,17 @@ class FittedNetwork(BaseFunctionalLaplace):
             conditioned = self.posterior.conditioned(*now)
             self._conditioned = kept = (now[0].clone(), now[1].clone()), conditioned
         return kept[1]
+
+
+def _require_one_device(model: nn.Module) -> None:
+    """The data go where the model is, so there must be one such place, with values in it."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    first: dict[torch.device, str] = {}
+    for name, tensor in tensors:
+        first.setdefault(tensor.device, name)
+    if len(first) > 1 or any(device.type == "meta" for device in first):
+        where = ", ".join(f"{name!r} on {device}" for device, name in first.items())
+        raise ValueError(
+            f"Expected all parameters and buffers of the model on one device, with values, but got {where}. "
+            "Move the whole model with model.to(device) (from meta: load its weights first); the data follow it."
+        )

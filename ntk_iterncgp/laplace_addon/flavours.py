@@ -14,9 +14,10 @@ from torch.utils.data import DataLoader
 
 from ntk_iterncgp.data import FixedOrderData, Inputs, probe, to_device
 from ntk_iterncgp.laplace_addon.base import IterNCGPLaplace
-from ntk_iterncgp.priors.jacobian import Jacobian, NetworkJacobian, Rows, as_outputs
+from ntk_iterncgp.priors.jacobian import Jacobian, NetworkJacobian, as_outputs
 from ntk_iterncgp.priors.last_layer import LastLayerJacobian
 from ntk_iterncgp.priors.ntk import in_parts
+from ntk_iterncgp.priors.rows import Rows
 
 
 @final

@@ -83,6 +83,6 @@ class Softmax(Likelihood):
         return torch.softmax(mean / torch.sqrt(1 + math.pi / 8 * variance), -1)
 
     def _probabilities(self, latent: Tensor) -> Tensor:  # (N, C)
-        """π from log-softmax, held at the floor and normalised again: the one place where W and W⁺ get it."""
-        floored = torch.log_softmax(latent, 1).clamp_min(math.log(self.curvature_floor))
-        return torch.softmax(floored, 1)
+        """π, held at the floor and normalised again: the one place where W and W⁺ get it."""
+        floored = torch.softmax(latent, 1).clamp_min(self.curvature_floor)
+        return floored / floored.sum(1, keepdim=True)

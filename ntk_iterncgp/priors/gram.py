@@ -100,7 +100,8 @@ class GramPrior(Prior):
 
     def blocks_of(self, x: Tensor) -> Tensor:  # (b, C, C)
         """k(x, x) at each input, in float64."""
-        return torch.diag_embed(torch.stack([k.diagonal(x) for k in self._per_output], 1).double())
+        variances = torch.stack([kernel.diagonal(x) for kernel in self.kernels], 1).double()
+        return torch.diag_embed(variances.expand(-1, self.num_outputs))
 
     def _joint_covariance(self, x: Tensor) -> Tensor:  # (b·C, b·C)
         C = self.num_outputs

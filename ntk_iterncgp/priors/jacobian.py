@@ -2,7 +2,7 @@
 
     vjp   JᵀV   reverse mode: one forward pass, then one backward pass per column
     jvp   J V   forward mode: the columns share the primal pass
-    rows  J     datum by datum, for predictions
+    rows  J     datum by datum, for predictions: by layers where these are plain (`layers.py`), else by `torch.func`
 
 Two kinds share this contract (`NetworkJacobian`): that of any model, and that of a linear last layer on cached features
 (`last_layer.py`), where J(x) = φ(x)ᵀ ⊗ I is never written out.
@@ -25,67 +25,13 @@ from torch.func import functional_call, jacrev, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ntk_iterncgp.data import Inputs, slice_rows
+from ntk_iterncgp.priors.layers import layer_rows, layers_of
+from ntk_iterncgp.priors.rows import DenseRows, Rows
 
 JVP_COLUMNS, JVP_BYTES = 8, 2 * 2**20
 """How many tangents share a primal pass: up to 8, while as many copies of a batch of inputs fit in 2 MiB. Beyond that
 the activations of all tangents leave the cache, and sharing costs more than it saves: on a LeNet eight tangents at
 once take 0.5 epochs each instead of 1.25, on a CIFAR ResNet-20 2.0 instead of 1.0."""
-
-SLICE_ENTRIES = 2**18  # of J at once, where a product with it is needed only to be summed
-
-
-class Rows(ABC):
-    """The network at b inputs: its outputs, and products with the rows J(x) of its Jacobian."""
-
-    outputs: Tensor  # f(x; θ*) (b, C)
-
-    @abstractmethod
-    def times(self, weights: Tensor) -> Tensor:  # (P, k) -> (b, C, k)
-        """J(x) V, in float64."""
-
-    @abstractmethod
-    def covariance(self, variance: Tensor, *, joint: bool = False) -> Tensor:  # (P,)
-        """J(x) diag(variance) J(x)ᵀ in float64: (b, C, C), or (b·C, b·C) if joint."""
-
-    def by_layer(self, weights: Tensor, sizes: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor]]:
-        """For each parameter tensor: J_l V_l (b, C, k) and J_l J_lᵀ (b, C, C). Here from all rows, with zeros."""
-        start = 0
-        for size in sizes:
-            only = torch.zeros(len(weights), dtype=torch.float64, device=weights.device)
-            only[start : start + size] = 1
-            yield self.times(only.to(weights.dtype)[:, None] * weights), self.covariance(only)
-            start += size
-
-    @abstractmethod
-    def curvature_diagonal(self, curvature: Callable[[Tensor], Tensor]) -> Tensor:  # (P,)
-        """The diagonal of Σ_n J_nᵀ W_n J_n, for products with W (b, C, k) -> (b, C, k) given by `curvature`."""
-
-
-class DenseRows(Rows):
-    """Rows that are written out, J (b, C, P)."""
-
-    def __init__(self, outputs: Tensor, jacobian: Tensor) -> None:
-        self.outputs, self.jacobian = outputs, jacobian
-
-    def times(self, weights: Tensor) -> Tensor:
-        return (self.jacobian @ weights.to(self.jacobian.dtype)).double()
-
-    def covariance(self, variance: Tensor, *, joint: bool = False) -> Tensor:
-        scaled = self.jacobian * variance.sqrt().to(self.jacobian.dtype)
-        if joint:
-            scaled = scaled.flatten(0, 1)
-        return (scaled @ scaled.mT).double()
-
-    def by_layer(self, weights: Tensor, sizes: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor]]:
-        for rows, part in zip(self.jacobian.split(sizes, 2), weights.split(sizes), strict=True):
-            yield (rows @ part.to(rows.dtype)).double(), (rows @ rows.mT).double()
-
-    def curvature_diagonal(self, curvature: Callable[[Tensor], Tensor]) -> Tensor:
-        b, C, _ = self.jacobian.shape
-        eye = torch.eye(C, dtype=torch.float64, device=self.jacobian.device)
-        weight = curvature(eye.expand(b, C, C)).to(self.jacobian.dtype)  # W_n (b, C, C)
-        parts = self.jacobian.split(1 + SLICE_ENTRIES // max(1, b * C), 2)
-        return torch.cat([((weight @ part) * part).sum((0, 1)) for part in parts]).double()
 
 
 class NetworkJacobian(ABC):
@@ -137,6 +83,7 @@ class Jacobian(NetworkJacobian):
         self.dtype, self.device = first.dtype, first.device
         self.params_bytes = first.element_size()
         self._vmaps = True
+        self._places, self._proven = layers_of(model, self.params), False
 
     # --- the function ---------------------------------------------------------------------------------------------
 
@@ -202,7 +149,14 @@ class Jacobian(NetworkJacobian):
     def bytes_per_row(self, num_outputs: int) -> int:
         return 3 * num_outputs * self.num_params * self.params_bytes  # J, what it is concatenated from, J Λ^{-½}
 
-    def rows(self, x: Inputs, num_rows: int) -> DenseRows:
+    def rows(self, x: Inputs, num_rows: int) -> Rows:
+        if self._places is not None and not torch.is_grad_enabled():
+            rows = layer_rows(self.model, lambda: self.forward(x), self._places, self.sizes)
+            if rows is not None and (self._proven or rows.agrees_with(lambda c: self.vjp(x, c[..., None])[:, 0])):
+                self._proven = True
+                return rows
+            self._places = None
+
         def jacobian(outputs: Callable[[dict[str, Tensor]], Tensor]) -> Tensor:  # (C, P)
             blocks = jacrev(outputs)(self.params)
             return torch.cat([blocks[name].flatten(1) for name in self.params], 1)

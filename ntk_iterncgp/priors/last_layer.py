@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ntk_iterncgp.data import Inputs
-from ntk_iterncgp.priors.jacobian import NetworkJacobian, Rows
+from ntk_iterncgp.priors.jacobian import NetworkJacobian
+from ntk_iterncgp.priors.rows import Rows
 
 
 class LastLayerJacobian(NetworkJacobian):

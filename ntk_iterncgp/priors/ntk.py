@@ -16,7 +16,8 @@ from torch import Tensor
 from ntk_iterncgp.columns import Buffer, Columns, DenseColumns, Images, Weight
 from ntk_iterncgp.data import FixedOrderData, Inputs
 from ntk_iterncgp.priors.base import AtInputs, Prior
-from ntk_iterncgp.priors.jacobian import NetworkJacobian, Rows
+from ntk_iterncgp.priors.jacobian import NetworkJacobian
+from ntk_iterncgp.priors.rows import Rows
 
 EXACT_TRACE_ROWS = 4096
 """Up to this many rows tr(W K) is computed from all rows of J; beyond, it is estimated from those of some data."""

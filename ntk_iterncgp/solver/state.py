@@ -88,6 +88,10 @@ class State:
         return self.iterate.offset + self.problem.noise(self.latent, self.score)
 
     @cached_property
+    def projected_right_hand_side(self) -> Tensor:  # Sᵀb (B, 1)
+        return self.buffer.actions.inner(self.right_hand_side[:, None])
+
+    @cached_property
     def rounding(self) -> float:
         return rounding_noise(self.gram, self.noise_gram, self.buffer.images.dtype)
 
@@ -108,7 +112,7 @@ class State:
     @cached_property
     def solution(self) -> Iterate:
         """a = M⁻¹Sᵀb, v = S a, and K v = T a: no product."""
-        coefficients = self.factor.solve(self.buffer.actions.inner(self.right_hand_side[:, None]))
+        coefficients = self.factor.solve(self.projected_right_hand_side)
         representer_weights = self.buffer.actions.combine(coefficients)
         offset = self.problem.prior.lift(self.buffer.images).combine(coefficients)
         return Iterate(coefficients[:, 0], representer_weights[:, 0], offset[:, 0])
@@ -129,8 +133,13 @@ class State:
     @cached_property
     def relative_residual(self) -> float:
         """‖W r‖ / ‖W b‖."""
+        return float(self.curvature_residual.norm() / self.curvature_scale)
+
+    @cached_property
+    def curvature_scale(self) -> Tensor:
+        """‖W b‖, and W b = ∇ + W g."""
         start = self.score + self.problem.curvature(self.latent, self.iterate.offset)
-        return float(self.curvature_residual.norm() / start.norm().clamp_min(1e-300))
+        return start.norm().clamp_min(1e-300)
 
     # --- how much is known ----------------------------------------------------------------------------------------
 
@@ -192,20 +201,23 @@ class State:
 
     def extend(self, new: Buffer) -> State:
         """The same linear system with more actions. Costs O(nBk), no product."""
-        gram_side, gram_corner = self.problem.prior.gram(self.buffer, new), self.problem.prior.gram(new, new)
-        noise_side = self.problem.noise_inner(self.latent, self.buffer.actions, new.actions)
-        noise_corner = self.problem.noise_inner(self.latent, new.actions, new.actions)
+        buffer = self.buffer.append(new)
+        noise_columns = self.problem.noise_inner(self.latent, buffer.actions, new.actions)
         padding = self.iterate.coefficients.new_zeros(new.size)
-        return self._keep_point(
+        extended = self._keep_point(
             replace(
                 self,
                 iterate=replace(self.iterate, coefficients=torch.cat([self.iterate.coefficients, padding])),
-                buffer=self.buffer.append(new),
-                gram=_bordered(self.gram, gram_side, gram_corner),
-                noise_gram=_bordered(self.noise_gram, noise_side, noise_corner),
+                buffer=buffer,
+                gram=_bordered(self.gram, self.problem.prior.gram(buffer, new)),
+                noise_gram=_bordered(self.noise_gram, noise_columns),
                 num_products=self.problem.prior.num_products,
             )
         )
+        if "projected_right_hand_side" in self.__dict__:  # b stays: only the new actions meet it
+            more = new.actions.inner(self.right_hand_side[:, None])
+            extended.__dict__["projected_right_hand_side"] = torch.cat([self.projected_right_hand_side, more])
+        return extended
 
     def rotate(self, coefficients: Tensor) -> State:  # (r, R), orthonormal columns
         """The same linear system in a smaller span that still holds Newton's point."""
@@ -236,7 +248,7 @@ class State:
 
     def _keep_point(self, state: State) -> State:
         """Carry over what depends on Newton's point alone."""
-        for name in ("latent", "score", "objective", "right_hand_side", "curvature_trace"):
+        for name in ("latent", "score", "objective", "right_hand_side", "curvature_scale", "curvature_trace"):
             if name in self.__dict__:
                 state.__dict__[name] = self.__dict__[name]
         return state
@@ -246,5 +258,6 @@ def _symmetric(matrix: Tensor) -> Tensor:
     return 0.5 * (matrix + matrix.T)
 
 
-def _bordered(matrix: Tensor, side: Tensor, corner: Tensor) -> Tensor:  # (B, B), (B, k), (k, k)
+def _bordered(matrix: Tensor, columns: Tensor) -> Tensor:  # (B, B), (B + k, k)
+    side, corner = columns[: len(matrix)], columns[len(matrix) :]
     return torch.cat([torch.cat([matrix, side], 1), torch.cat([side.T, _symmetric(corner)], 1)])

@@ -1,0 +1,74 @@
+"""The network at some inputs: its outputs, and products with the rows J(x) of its Jacobian there."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+SLICE_ENTRIES = 2**18  # of J at once, where a product with it is needed only to be summed
+
+
+class Rows(ABC):
+    """The network at b inputs: its outputs, and products with the rows J(x) of its Jacobian."""
+
+    outputs: Tensor  # f(x; θ*) (b, C)
+
+    @abstractmethod
+    def times(self, weights: Tensor) -> Tensor:  # (P, k) -> (b, C, k)
+        """J(x) V, in float64."""
+
+    @abstractmethod
+    def covariance(self, variance: Tensor, *, joint: bool = False) -> Tensor:  # (P,)
+        """J(x) diag(variance) J(x)ᵀ in float64: (b, C, C), or (b·C, b·C) if joint."""
+
+    def by_layer(self, weights: Tensor, sizes: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor]]:
+        """For each parameter tensor: J_l V_l (b, C, k) and J_l J_lᵀ (b, C, C). Here from all rows, with zeros."""
+        start = 0
+        for size in sizes:
+            only = torch.zeros(len(weights), dtype=torch.float64, device=weights.device)
+            only[start : start + size] = 1
+            yield self.times(only.to(weights.dtype)[:, None] * weights), self.covariance(only)
+            start += size
+
+    @abstractmethod
+    def curvature_diagonal(self, curvature: Callable[[Tensor], Tensor]) -> Tensor:  # (P,)
+        """The diagonal of Σ_n J_nᵀ W_n J_n, for products with W (b, C, k) -> (b, C, k) given by `curvature`."""
+
+
+class DenseRows(Rows):
+    """Rows that are written out, J (b, C, P)."""
+
+    def __init__(self, outputs: Tensor, jacobian: Tensor) -> None:
+        self.outputs, self.jacobian = outputs, jacobian
+
+    def times(self, weights: Tensor) -> Tensor:
+        return (self.jacobian @ weights.to(self.jacobian.dtype)).double()
+
+    def covariance(self, variance: Tensor, *, joint: bool = False) -> Tensor:
+        scaled = self.jacobian * variance.sqrt().to(self.jacobian.dtype)
+        if joint:
+            scaled = scaled.flatten(0, 1)
+        return (scaled @ scaled.mT).double()
+
+    def by_layer(self, weights: Tensor, sizes: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor]]:
+        for rows, part in zip(self.jacobian.split(sizes, 2), weights.split(sizes), strict=True):
+            yield (rows @ part.to(rows.dtype)).double(), (rows @ rows.mT).double()
+
+    def curvature_diagonal(self, curvature: Callable[[Tensor], Tensor]) -> Tensor:
+        return diagonal(self.jacobian, written_out(curvature, self.outputs.shape, self.jacobian)).double()
+
+
+def written_out(curvature: Callable[[Tensor], Tensor], shape: torch.Size, like: Tensor) -> Tensor:  # (b, C, C)
+    """W_n of each datum."""
+    b, C = shape
+    return curvature(torch.eye(C, dtype=torch.float64, device=like.device).expand(b, C, C)).to(like.dtype)
+
+
+def diagonal(jacobian: Tensor, weight: Tensor) -> Tensor:  # (b, C, P), (b, C, C) -> (P,)
+    """The diagonal of Σ_n J_nᵀ W_n J_n, a slice of weights at a time."""
+    b, C, _ = jacobian.shape
+    parts = jacobian.split(1 + SLICE_ENTRIES // max(1, b * C), 2)
+    return torch.cat([((weight @ part) * part).sum((0, 1)) for part in parts])

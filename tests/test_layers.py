@@ -1,0 +1,169 @@
+"""Rows of the Jacobian by layers: the same numbers as by `torch.func`, and only where they can be had this way."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ntk_iterncgp.priors.jacobian import Jacobian
+from ntk_iterncgp.priors.layers import LayerRows
+from ntk_iterncgp.priors.rows import DenseRows
+
+NUM_INPUTS = 3
+
+
+class Tokens(nn.Module):
+    """A linear layer applied at each place of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.outer = nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.norm(torch.tanh(self.inner(x))).mean(1))
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(2, 3, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(3)
+        self.second, self.head = nn.Conv2d(3, 3, 3, padding=2, dilation=2), nn.Linear(27, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu_(self.norm(self.first(x)))
+        h = h + self.second(h)
+        return self.head(torch.relu_(h).flatten(1))
+
+
+PLAIN: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(4, 5), nn.ReLU(inplace=True), nn.Linear(5, 3, bias=False)), (4,)),
+    "batch norm": (lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)), (4,)),
+    "tokens": (Tokens, (6, 4)),
+    "residual": (Residual, (2, 6, 6)),
+    "one output": (lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)), (4,)),
+}
+
+
+class TwoCalls(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(torch.tanh(self.inner(torch.tanh(self.inner(x)))))
+
+
+class BehindTheBack(TwoCalls):
+    """One call that the layer knows about, one that it does not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(torch.tanh(self.inner(x)) + x @ self.inner.weight.T)
+
+
+class Skipped(TwoCalls):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(x)
+
+
+class Wide(nn.Module):
+    """Activations that are many times the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x).mean((2, 3))
+
+
+OTHER: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "called twice": (TwoCalls, (4,)),
+    "behind the back": (BehindTheBack, (4,)),
+    "skipped": (Skipped, (4,)),
+    "wide": (Wide, (1, 20, 20)),
+    "grouped": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3, groups=2), nn.Flatten(), nn.Linear(64, 2)), (2, 6, 6)),
+    "another kind": (lambda: nn.Sequential(nn.Conv1d(2, 3, 3), nn.Flatten(), nn.Linear(12, 2)), (2, 6)),
+}
+
+
+def prepared(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model = make().double()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
+            module.running_mean.normal_()
+            module.running_var.uniform_(0.5, 2.0)
+    return model.eval(), torch.randn(NUM_INPUTS, *shape, dtype=torch.float64)
+
+
+def by_func(model: nn.Module, x: Tensor) -> DenseRows:
+    jacobian = Jacobian(model)
+    jacobian._places = None
+    with torch.no_grad():
+        rows = jacobian.rows(x, len(x))
+    assert isinstance(rows, DenseRows)
+    return rows
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_plain_layers_give_the_rows_that_torch_func_gives(case: str) -> None:
+    model, x = prepared(*PLAIN[case])
+    jacobian, expected = Jacobian(model), by_func(model, x)
+    with torch.no_grad():
+        rows = jacobian.rows(x, len(x))
+    assert isinstance(rows, LayerRows)
+    P, C = jacobian.num_params, rows.outputs.shape[1]
+    torch.testing.assert_close(rows.outputs, expected.outputs)
+    torch.testing.assert_close(rows.jacobian, expected.jacobian)
+    weights, variance = torch.randn(P, 4, dtype=torch.float64), torch.rand(P, dtype=torch.float64) + 0.1
+    layerwise = torch.repeat_interleave(torch.rand(len(jacobian.sizes)).double(), torch.tensor(jacobian.sizes))
+    torch.testing.assert_close(rows.times(weights), expected.times(weights))
+    for each in (variance, layerwise, torch.ones(P, dtype=torch.float64)):
+        torch.testing.assert_close(rows.covariance(each), expected.covariance(each))
+        torch.testing.assert_close(rows.covariance(each, joint=True), expected.covariance(each, joint=True))
+    sizes = tuple(jacobian.sizes)
+    for found, truth in zip(rows.by_layer(weights, sizes), expected.by_layer(weights, sizes), strict=True):
+        torch.testing.assert_close(found, truth)
+    root = torch.randn(NUM_INPUTS, C, C, dtype=torch.float64)
+    curvature = root @ root.mT
+    torch.testing.assert_close(
+        rows.curvature_diagonal(lambda block: curvature @ block),
+        expected.curvature_diagonal(lambda block: curvature @ block),
+    )
+
+
+@pytest.mark.parametrize("case", OTHER)
+def test_other_models_are_left_to_torch_func(case: str) -> None:
+    model, x = prepared(*OTHER[case])
+    jacobian, expected = Jacobian(model), by_func(model, x)
+    with torch.no_grad():
+        rows = jacobian.rows(x, len(x))
+    assert isinstance(rows, DenseRows)
+    torch.testing.assert_close(rows.jacobian, expected.jacobian)
+
+
+def test_a_subset_of_the_weights_has_the_rows_of_that_subset() -> None:
+    model, x = prepared(*PLAIN["residual"])
+    model.first.weight.requires_grad_(False)
+    expected = by_func(model, x)
+    with torch.no_grad():
+        rows = Jacobian(model).rows(x, len(x))
+    assert isinstance(rows, LayerRows)
+    torch.testing.assert_close(rows.jacobian, expected.jacobian)
+
+
+def test_the_model_keeps_no_hook_also_after_an_exception() -> None:
+    model, x = prepared(*PLAIN["residual"])
+    with torch.no_grad():
+        Jacobian(model).rows(x, len(x))
+        with pytest.raises(RuntimeError):
+            Jacobian(model).rows(x[:, :1], len(x))
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_gradients_through_the_inputs_take_the_way_that_has_them() -> None:
+    model, x = prepared(*PLAIN["mlp"])
+    rows = Jacobian(model).rows(x.requires_grad_(), len(x))
+    assert isinstance(rows, DenseRows)
+    assert torch.autograd.grad(rows.covariance(torch.ones(40, dtype=torch.float64)).sum(), x)[0].abs().sum() > 0
