@@ -72,7 +72,7 @@ SETTINGS: dict[str, tuple[str, str, list[str]]] = {  # title, configuration, wha
     ),
 }
 QUICK = ["data.train_limit=200", "data.test_limit=60", "data.ood_limit=60", "model.train_epochs=5"]
-QUICK += ["fit.num_actions=20", "evaluate.valla_steps=20", "evaluate.link_samples=64"]
+QUICK += ["data.batch_size=50", "fit.num_actions=20", "evaluate.valla_steps=20", "evaluate.link_samples=64"]
 
 
 def epoch_seconds(model: nn.Module, loader: DataLoader) -> float:
