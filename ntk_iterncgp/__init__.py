@@ -4,12 +4,14 @@ Importing this package registers the flavours `hessian_structure="iterncgp"` wit
 """
 
 from ntk_iterncgp import kernels, likelihoods
+from ntk_iterncgp.checkpoint import Checkpoint
 from ntk_iterncgp.gp import NonConjugateGP
 from ntk_iterncgp.laplace_addon import IterNCGPAllLaplace, IterNCGPLastLayerLaplace
 from ntk_iterncgp.posterior import Evidence
 from ntk_iterncgp.solver.report import FitReport
 
 __all__ = [
+    "Checkpoint",
     "Evidence",
     "FitReport",
     "IterNCGPAllLaplace",

@@ -1,7 +1,7 @@
 """The command `ntk-iterncgp`, also `python -m ntk_iterncgp`.
 
-    ntk-iterncgp fit CONFIG                         network and data -> posterior.safetensors
-    ntk-iterncgp predict POSTERIOR --input FILE     -> probabilities and scores, as CSV or npz
+    ntk-iterncgp fit CONFIG                         network or kernel, and data -> posterior.safetensors
+    ntk-iterncgp predict POSTERIOR --input FILE     -> probabilities or intervals, and scores, as CSV or npz
     ntk-iterncgp evaluate CONFIG                    -> metrics, baselines, report.html
     ntk-iterncgp demo                               the same on scikit-learn's digits, in three minutes
     ntk-iterncgp bench [NAME]                       benchmarks of the repository
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ntk_iterncgp.config import ConfigError, RunConfig, load
+from ntk_iterncgp.files import FileError
 
 FAILURE, USER_ERROR, INTERRUPTED = 1, 2, 130
 COMMANDS = "{fit,predict,evaluate,demo,bench,reproduce}"
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _reproduce(given[1:])
         arguments = _parser().parse_args(given)
         return int(arguments.run(arguments))
-    except ConfigError as error:
+    except (ConfigError, FileError) as error:
         print(f"ntk-iterncgp: {error}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
@@ -71,7 +72,7 @@ def _parser() -> _Parser:
     fit = add(
         "fit",
         _fit,
-        "compute the posterior of a network: a file that predictions need and nothing else",
+        "compute the posterior of a network or a kernel: a file that predictions need and nothing else",
         "example:\n  ntk-iterncgp fit configs/digits.yaml --set fit.num_actions=50",
     )
     evaluate = add(
@@ -86,7 +87,7 @@ def _parser() -> _Parser:
     predict = add(
         "predict",
         _predict,
-        "probabilities and scores for new inputs",
+        "probabilities, or intervals of real targets, and scores for new inputs",
         "example:\n  ntk-iterncgp predict runs/digits/posterior.safetensors --input new.npz --output new.csv",
     )
     predict.add_argument("posterior", metavar="POSTERIOR", help="the file that 'fit' wrote")
@@ -97,6 +98,11 @@ def _parser() -> _Parser:
         "--output", metavar="FILE", help=".csv or .npz (default: predictions.csv beside the posterior)"
     )
     predict.add_argument("--link", choices=("accurate", "probit"), default="accurate", help="default: accurate")
+    predict.add_argument(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="what makes your own network; the file's word is not enough",
+    )
     predict.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     demo = add(
         "demo",
@@ -166,7 +172,8 @@ def _predict(arguments: argparse.Namespace) -> int:
 
     posterior = Path(arguments.posterior)
     output = Path(arguments.output) if arguments.output else posterior.with_name("predictions.csv")
-    predict(posterior, Path(arguments.input), output, device=arguments.device, link=arguments.link)
+    settings = {"device": arguments.device, "link": arguments.link, "trusted_model": arguments.model}
+    predict(posterior, Path(arguments.input), output, **settings)
     return 0
 
 

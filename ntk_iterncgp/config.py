@@ -9,25 +9,20 @@ repeated from its folder alone.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 import yaml
 
+from ntk_iterncgp.settings import ConfigError, parsed, read_settings, require_choice, suggestion, typed_value
 from ntk_iterncgp.solver import POLICIES
 
 KERNELS = ("RBF", "Matern12", "Matern32", "Matern52")
+TASKS = ("classification", "regression")
 PROTOCOLS = ("crossfit", "validation", "none")
 BASELINES = ("map", "temperature", "prior", "last_layer", "kfac", "sod", "ella", "valla", "exact")
-_KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
-
-
-class ConfigError(ValueError):
-    """Something a user can put right, in one sentence."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +30,14 @@ class DataConfig:
     """Which data, and how much of them."""
 
     name: str = "digits"  # digits, mnist, fashion_mnist, kmnist, cifar10, cifar100, svhn, image_folder, arrays
+    task: str = "classification"  # or "regression": arrays whose y are real numbers
     root: str | None = None  # where data sets lie; null: $NTK_ITERNCGP_DATA, or else data/
     train: str | None = None  # image_folder: a folder; arrays: an .npz with x and y, or a .csv whose last column is y
     test: str | None = None  # the same; null: a fifth of the training data is held out
     train_limit: int | None = None  # null: all
     test_limit: int | None = None
+    held_out: int | None = None  # to choose the prior precision on; null: a tenth, at most 1000, if trained here
+    held_out_from: str = "train"  # or "test", for a checkpoint that has seen all training data
     ood: tuple[str, ...] = ()  # other data sets, "rotated", "noise": what a classifier should not be sure about
     ood_limit: int | None = 2000
     batch_size: int = 250
@@ -67,6 +65,8 @@ class KernelConfig:
     name: str | None = None
     lengthscale: float = 8.0
     outputscale: float = 32.0
+    noise: float = 0.1  # regression: the variance of the noise, targets being scaled to unit variance
+    optimize_steps: int = 0  # fits spent on finding better ones than these three, by the evidence lower bound
     policy: str = "curvature_residual"
     max_products: int = 100
     products_per_step: int = 3  # each brings up to 81 actions, so few of them make a Newton step worth taking
@@ -115,6 +115,13 @@ class EvaluateConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """What a run that is killed can go on from, under output_dir/checkpoint."""
+
+    every_seconds: float | None = 30.0  # how much work may be lost; null: nothing is saved
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One run."""
 
@@ -124,22 +131,25 @@ class RunConfig:
     fit: FitConfig = field(default_factory=FitConfig)
     tuning: TuningConfig = field(default_factory=TuningConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     output_dir: str = ""  # empty: runs/ and the name of the configuration
     seed: int = 0
     device: str = "auto"  # auto: a GPU where there is one
 
     def __post_init__(self) -> None:
         for name, choices in (
+            ("data.task", TASKS),
+            ("data.held_out_from", ("train", "test")),
             ("fit.subset_of_weights", ("all", "last_layer")),
             ("fit.mean", ("network", "refined")),
             ("tuning.protocol", PROTOCOLS),
             ("kernel.policy", POLICIES),
         ):
-            _require_choice(name, self[name], choices)
+            require_choice(name, self[name], choices)
         if self.kernel.name is not None:
-            _require_choice("kernel.name", self.kernel.name, KERNELS)
+            require_choice("kernel.name", self.kernel.name, KERNELS)
         for baseline in self.evaluate.baselines:
-            _require_choice("evaluate.baselines", baseline, BASELINES)
+            require_choice("evaluate.baselines", baseline, BASELINES)
         for name in POSITIVE:
             if not 0 < self[name] < float("inf"):
                 raise ConfigError(f"{name} expects a positive, finite number, but got {self[name]!r}.")
@@ -147,6 +157,8 @@ class RunConfig:
             value = self[name]
             if value is not None and value < least:
                 raise ConfigError(f"{name} expects a whole number of at least {least}, but got {value}.")
+        if self.data.task == "regression" and (self.data.name != "arrays" or self.data.ood):
+            raise ConfigError("data.task 'regression' expects data.name 'arrays', and no data.ood.")
         if self.tuning.precision_min >= self.tuning.precision_max:
             raise ConfigError(
                 "tuning.precision_min expects a number below tuning.precision_max, but got "
@@ -165,6 +177,7 @@ POSITIVE = (
     "model.learning_rate",
     "kernel.lengthscale",
     "kernel.outputscale",
+    "kernel.noise",
     "fit.prior_precision",
     "tuning.precision_min",
     "tuning.precision_max",
@@ -173,6 +186,7 @@ LEAST = {
     "data.train_limit": 2,
     "data.test_limit": 2,
     "data.ood_limit": 2,
+    "data.held_out": 0,
     "data.batch_size": 1,
     "data.image_size": 1,
     "model.train_epochs": 0,
@@ -180,6 +194,7 @@ LEAST = {
     "kernel.max_products": 1,
     "kernel.products_per_step": 1,
     "kernel.refine_products": 0,
+    "kernel.optimize_steps": 0,
     "kernel.max_rank": 1,
     "fit.num_actions": 1,
     "fit.max_rank": 1,
@@ -206,7 +221,7 @@ def from_settings(settings: Mapping[str, Any], *, default_output_dir: str = "run
     names = dict(setting_names())
     for key in settings:
         if key not in names:
-            raise ConfigError(f"There is no setting '{key}'; {_hint(str(key), names)}")
+            raise ConfigError(f"There is no setting '{key}'; {suggestion(str(key), names)}")
     typed = {key: typed_value(key, value, names[key]) for key, value in settings.items()}
     config = RunConfig()
     sections: dict[str, dict[str, Any]] = {}
@@ -269,76 +284,3 @@ def prepare_output_dir(config: RunConfig) -> Path:
             f"Cannot write to the folder '{folder}' ({reason.lower()}); name another one with --output-dir."
         ) from error
     return folder
-
-
-def read_settings(path: Path) -> dict[Any, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"'{path}' is not a text file; a YAML file of settings is expected.") from error
-    except OSError as error:
-        reason = (error.strerror or type(error).__name__).lower()
-        raise ConfigError(f"Cannot read the configuration '{path}' ({reason}).") from error
-    settings = parsed(text, f"'{path}'")
-    if settings is None:  # a file of comments: nothing differs from the defaults
-        return {}
-    if not isinstance(settings, dict):
-        raise ConfigError(f"'{path}' expects lines of the form 'key: value', but holds {settings!r}.")
-    return settings
-
-
-def parsed(text: str, name: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" (line {mark.line + 1})" if mark is not None else ""
-        raise ConfigError(f"{name} is not valid YAML{where}: {getattr(error, 'problem', None) or error}.") from error
-
-
-def typed_value(name: str, value: Any, hint: Any) -> Any:
-    """The value as the type of its field, or a sentence."""
-    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    if get_origin(hint) is tuple:
-        items = [value] if isinstance(value, str) else value
-        if not isinstance(items, (list, tuple)) or not all(isinstance(item, str) for item in items):
-            raise ConfigError(f"{name} expects a list of names, for instance [a, b], but got {value!r}.")
-        return tuple(items)
-    if get_origin(hint) is dict:
-        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-            raise ConfigError(f"{name} expects names with values, for instance {{key: 1}}, but got {value!r}.")
-        return value
-    if float in kinds and not isinstance(value, bool):
-        if isinstance(value, int):
-            return float(value)
-        if isinstance(value, str):  # YAML 1.1 reads 1e-3 as text
-            try:
-                return float(value)
-            except ValueError:
-                pass
-    if type(value) not in kinds:
-        expected = " or ".join(_KINDS[kind] for kind in kinds)
-        raise ConfigError(f"{name} expects {expected}, but got {value!r}.")
-    return value
-
-
-def _require_choice(name: str, value: str, choices: Collection[str]) -> None:
-    if value not in choices:
-        near = nearest(value, choices)
-        hint = f"; did you mean '{near}'?" if near else "."
-        raise ConfigError(f"{name} expects one of {', '.join(choices)}, but got '{value}'{hint}")
-
-
-def _hint(key: str, names: Collection[str]) -> str:
-    """The setting that was meant: by its last part, since a section is often left out."""
-    by_last = {name.rpartition(".")[2]: name for name in names}
-    last = key.rpartition(".")[2]
-    found = nearest(key, names) if "." in key else by_last.get(nearest(last, by_last) or "")
-    return f"did you mean '{found}'?" if found else f"the settings are {', '.join(names)}."
-
-
-def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """The choice that was probably meant."""
-    folded = {choice.casefold(): choice for choice in choices}
-    found = difflib.get_close_matches(word.casefold(), folded, n=1, cutoff=0.5)
-    return folded[found[0]] if found else None

@@ -1,30 +1,54 @@
-"""Writing results so that a reader never sees half of one, and the posterior file.
+"""Files that can be trusted: written whole or not at all, read without running anything, damage noticed.
 
 A file is written under a temporary name in its own folder, flushed to the disk, and renamed. Whatever goes wrong on the
-way (a full disk, Ctrl-C) leaves the old file, or none.
+way (a full disk, Ctrl-C, kill -9) leaves the old file, or none.
 
-The posterior file is one `.safetensors`: tensors under dotted names, everything else as JSON in its header. Reading it
-runs no code. `state_dict` of the flavour is a tree of tensors, numbers and texts, and is stored leaf by leaf.
+Posteriors and checkpoints are one `.safetensors` each: tensors under dotted names, everything else as JSON in its
+header. The last tensor, `sha256`, is the digest of all that comes before it, so a file of which one bit has changed is
+refused before it is looked into. What the digest cannot promise is that the file means well: names are never used as
+paths, declared sizes are compared with what is there, and nothing in a file is called.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from ntk_iterncgp.config import ConfigError
+HEADER, DIGEST = "ntk_iterncgp", "sha256"
+POSTERIOR, POSTERIOR_VERSION = "ntk-iterncgp posterior", 2
+MAX_HEADER_BYTES = 64 * 2**20
+CHUNK_BYTES = 2**24  # of a tensor or a file, at once
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
-FORMAT = "ntk-iterncgp posterior 1"
-HEADER = "ntk_iterncgp"
+
+class FileError(ValueError):
+    """A file that cannot be used, in one sentence."""
+
+
+# --- writing ------------------------------------------------------------------------------------------------------
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -46,18 +70,19 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Write under a temporary name in the same folder, flush, then rename."""
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    """Write under a temporary name in the same folder, flush, rename, and flush the folder too."""
+    temporary = path.with_name(f"{temporary_prefix(path)}{os.getpid()}{path.suffix}")
     try:
         try:
             write(temporary)
         except SafetensorError as error:  # which wraps the system's error in a text
             full = "No space left" in str(error)
             raise OSError(errno.ENOSPC if full else errno.EIO, str(error), str(path)) from error
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
+        _flush(temporary, os.O_RDWR)
         os.chmod(temporary, 0o666 & ~_umask())  # safetensors lets its owner alone read
         temporary.replace(path)
+        if os.name == "posix":  # a renamed file may be forgotten in a power cut until its folder is on the disk
+            _flush(path.parent, os.O_RDONLY)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -68,65 +93,181 @@ def _umask() -> int:
     return mask
 
 
-def save_posterior(path: Path, state: Mapping[str, Any], model_state: Mapping[str, Tensor], about: Any) -> None:
-    """`state` of a flavour, the network's own weights and buffers, and `about`: what is needed to use them again."""
-    tensors: dict[str, Tensor] = {f"model.{name}": value for name, value in model_state.items()}
-    plain = _without_tensors(state, "posterior", tensors)
-    header = json.dumps({"format": FORMAT, "about": _finite(about), "state": plain}, allow_nan=False)
-    # Tied weights share memory, which safetensors refuses; and slices would drag their whole storage along.
-    separate = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
-    write_atomically(path, lambda target: save_file(separate, target, metadata={HEADER: header}))
+def temporary_prefix(path: Path) -> str:
+    """How the names begin under which `path` is written before it is renamed."""
+    return f".{path.stem}."
 
 
-def load_posterior(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], Any]:
-    """State, model weights and `about`, after checking that the file is what it should be."""
+def _flush(path: Path, mode: int) -> None:
+    descriptor = os.open(path, mode)
     try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+    """Tensors and JSON as one file, a chunk at a time: writing takes no memory beside that of the tensors."""
+    sizes = {name: value.numel() * value.element_size() for name, value in tensors.items()}
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that all are aligned
+    header: dict[str, Any] = {"__metadata__": {HEADER: json.dumps(about, allow_nan=False)}}
+    end = 0
+    for name in names:
+        start, end, value = end, end + sizes[name], tensors[name]
+        if value.dtype not in DTYPES:
+            raise FileError(
+                f"'{path}' cannot hold '{name}': it is {value.dtype}, and a file of ours has no such numbers."
+            )
+        header[name] = {"dtype": DTYPES[value.dtype], "shape": list(value.shape), "data_offsets": [start, end]}
+    header[DIGEST] = {"dtype": "U8", "shape": [32], "data_offsets": [end, end + 32]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+
+    def write(target: Path) -> None:
+        with target.open("wb") as file:
+            beginning = iter([memoryview(struct.pack("<Q", len(text))), memoryview(text)])
+            for part in chain(beginning, *(_bytes_of(tensors[name]) for name in names)):
+                digest.update(part)
+                file.write(part)
+            file.write(digest.digest())
+
+    write_atomically(path, write)
+
+
+def _bytes_of(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor in row-major order, some rows at a time and on the CPU."""
+    tensor = tensor.detach()
+    rows = tensor.reshape(1, -1) if tensor.ndim < 2 else tensor.flatten(1)
+    if rows.numel():
+        for part in rows.split(max(1, CHUNK_BYTES // (rows.shape[1] * rows.element_size()))):
+            yield memoryview(part.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+
+
+# --- reading ------------------------------------------------------------------------------------------------------
+
+
+def read_tensors(path: Path, kind: str, newest: int, *, unsigned: int = 0) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The JSON and the tensors of a file of a kind, in any version up to `newest`; up to `unsigned` without digest."""
+    name = kind.partition(" ")[2]
+    if not path.is_file():  # nor is a folder, or a pipe that would be waited for
+        raise FileError(f"'{path}' is not a {name} file: there is no such file.")
+    try:
+        intact = _check_digest(path)
         with safe_open(path, framework="pt") as file:
-            header = (file.metadata() or {}).get(HEADER)
-            if header is None:
-                raise ConfigError(
-                    f"'{path}' holds tensors, but no posterior; the file that 'ntk-iterncgp fit' wrote is expected."
-                )
-            content = json.loads(header)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    except FileNotFoundError as error:
-        raise ConfigError(f"There is no posterior at '{path}'; 'ntk-iterncgp fit CONFIG' makes one.") from error
-    except (SafetensorError, json.JSONDecodeError, OSError) as error:
-        raise ConfigError(f"'{path}' is not a posterior file, or is damaged ({error}).") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        found = content.get("format") if isinstance(content, dict) else content
-        raise ConfigError(f"'{path}' is expected to have the format '{FORMAT}', but has {found!r}. Fit again.")
-    missing = [name for name in _references(content["state"]) if name not in tensors]
-    if missing:
-        raise ConfigError(f"'{path}' is damaged: it lacks the tensors {', '.join(missing[:3])}. Fit again.")
-    model_state = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
-    return _with_tensors(content["state"], tensors), model_state, content["about"]
+            text = (file.metadata() or {}).get(HEADER)
+            if text is None:
+                raise FileError(f"'{path}' holds tensors, but no {name}.")
+            about = json.loads(text, parse_constant=_no_constant)
+            # A clone lies where torch puts its own tensors, not at any place in a mapped file.
+            tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 (no mapping)
+    except FileError:
+        raise
+    except (SafetensorError, OSError, ValueError, RecursionError, TypeError, KeyError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0][:120]
+        raise FileError(f"'{path}' is not a {name} file, or is damaged ({reason}).") from error
+    found = about.get("format") if isinstance(about, dict) else None
+    version = _version(found, kind)
+    if version is None:
+        raise FileError(f"'{path}' is expected to have the format '{kind} {newest}', but has {found!r:.80}.")
+    if version > newest:
+        raise FileError(
+            f"'{path}' has the format '{found}', which is newer than '{kind} {newest}'. Use the version of "
+            "ntk-iterncgp that wrote it, or a later one."
+        )
+    if not intact and version > unsigned:
+        raise FileError(f"'{path}' is not a {name} file, or is damaged (it lacks its digest).")
+    tensors.pop(DIGEST, None)
+    return about, tensors
 
 
-def _without_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """The tree with each tensor replaced by the name it is stored under."""
+def _check_digest(path: Path) -> bool:
+    """Whether the file ends in its digest; damage raises. Files of an old format have none."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+        if length > min(size, MAX_HEADER_BYTES):
+            raise ValueError(f"a header of {length:,} bytes in a file of {size:,}")
+        text = file.read(length)
+        if f'"{DIGEST}"'.encode() not in text:
+            return False
+        digest = hashlib.sha256(start + text)
+        left = size - 8 - length - 32
+        while left > 0:
+            part = file.read(min(left, CHUNK_BYTES))
+            if not part:
+                break
+            digest.update(part)
+            left -= len(part)
+        if file.read(33) != digest.digest():
+            raise ValueError("its digest is that of other content")
+    return True
+
+
+def _no_constant(text: str) -> float:
+    raise ValueError(f"{text} in its header")
+
+
+def _version(found: Any, kind: str) -> int | None:
+    if not isinstance(found, str) or not found.startswith(f"{kind} "):
+        return None
+    number = found.removeprefix(f"{kind} ")
+    return int(number) if number.isascii() and number.isdigit() and len(number) < 6 else None
+
+
+# --- trees --------------------------------------------------------------------------------------------------------
+
+
+def without_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """A tree of mappings, lists, numbers and texts, with each tensor replaced by the name it is stored under."""
     if isinstance(value, Tensor):
         tensors[name] = value
         return {"tensor": name}
     if isinstance(value, Mapping):
-        items = {str(key): _without_tensors(item, f"{name}.{key}", tensors) for key, item in value.items()}
+        items = {str(key): without_tensors(item, f"{name}.{key}", tensors) for key, item in value.items()}
         return {"items": items}
     if isinstance(value, (list, tuple)):
-        return [_without_tensors(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
+        return [without_tensors(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
     return value
 
 
-def _with_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+def with_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The tree with its tensors; raises where it is none."""
     if isinstance(value, dict):
-        if "tensor" in value:
-            return tensors[value["tensor"]]
-        return {key: _with_tensors(item, tensors) for key, item in value["items"].items()}
-    return [_with_tensors(item, tensors) for item in value] if isinstance(value, list) else value
+        if set(value) == {"tensor"}:
+            name = value["tensor"]
+            if name not in tensors:
+                raise ValueError(f"it lacks the tensor {str(name)[:60]!r}")
+            return tensors[name]
+        return {key: with_tensors(item, tensors) for key, item in value["items"].items()}
+    return [with_tensors(item, tensors) for item in value] if isinstance(value, list) else value
 
 
-def _references(value: Any) -> list[str]:
-    if isinstance(value, dict):
-        if "tensor" in value:
-            return [value["tensor"]]
-        return [name for item in value["items"].values() for name in _references(item)]
-    return [name for item in value for name in _references(item)] if isinstance(value, list) else []
+# --- posteriors ---------------------------------------------------------------------------------------------------
+
+
+def save_posterior(path: Path, state: Mapping[str, Any], model_state: Mapping[str, Tensor], about: Any) -> None:
+    """`state` of a flavour, the network's own weights and buffers, and `about`: what is needed to use them again."""
+    tensors: dict[str, Tensor] = {f"model.{name}": value for name, value in model_state.items()}
+    plain = without_tensors(state, "posterior", tensors)
+    header = {"format": f"{POSTERIOR} {POSTERIOR_VERSION}", "about": _finite(about), "state": plain}
+    write_tensors(path, tensors, header)
+
+
+def load_posterior(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], Any]:
+    """State, model weights and `about`, after checking that the file is what it should be."""
+    if not path.exists():
+        raise FileError(f"There is no posterior at '{path}'; 'ntk-iterncgp fit CONFIG' makes one.")
+    content, tensors = read_tensors(path, POSTERIOR, POSTERIOR_VERSION, unsigned=1)
+    for name, value in tensors.items():
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            raise FileError(f"'{path}' is damaged: its tensor '{name:.60}' holds NaN or infinity. Fit again.")
+    try:
+        state, about = with_tensors(content["state"], tensors), content["about"]
+        if not isinstance(state, dict) or not isinstance(about, dict):
+            raise TypeError("no posterior in it")
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise FileError(f"'{path}' is damaged ({error}). Fit again.") from error
+    model_state = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
+    return state, model_state, about

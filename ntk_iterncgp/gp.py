@@ -15,7 +15,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ntk_iterncgp.gp_checks import checked_kernels, checked_likelihood, checked_mean, choose_kronecker
+from ntk_iterncgp.checkpoint import Checkpoint
+from ntk_iterncgp.gp_checks import (
+    checked_inputs,
+    checked_kernels,
+    checked_like,
+    checked_likelihood,
+    checked_mean,
+    checked_targets,
+    choose_kronecker,
+)
+from ntk_iterncgp.gp_saving import call_of
 from ntk_iterncgp.hyperparameters import OptimizationReport, maximise_elbo
 from ntk_iterncgp.kernels import METHODS, Kernel
 from ntk_iterncgp.likelihoods import Likelihood
@@ -115,11 +125,20 @@ class NonConjugateGP:
 
     @torch.no_grad()
     def fit(
-        self, X: Tensor, y: Tensor, *, progress_bar: bool = False, callback: Callback | None = None
+        self,
+        X: Tensor,
+        y: Tensor,
+        *,
+        progress_bar: bool = False,
+        callback: Callback | None = None,
+        checkpoint: Checkpoint | None = None,
     ) -> NonConjugateGP:
-        """Infer the posterior from inputs X (N, d) and targets y. `callback` sees each state of the solver."""
+        """Infer the posterior from inputs X (N, d) and targets y. `callback` sees each state of the solver.
+
+        With a `checkpoint` the work is saved as it goes, and the same call after a crash goes on from there.
+        """
         inputs = self._checked_inputs(X, "X").detach().clone()  # what the caller does to X later changes nothing here
-        targets = self._checked_targets(y, inputs).clone()
+        targets = checked_targets(y, inputs, self.likelihood).clone()
         prior = GramPrior(
             self.kernels,
             inputs,
@@ -132,14 +151,16 @@ class NonConjugateGP:
             kernel.diagonal(inputs[:1])  # checks the dimension
         problem = Problem(prior, self.likelihood, targets)
         state = initial_state(problem, seed=self.seed, capacity=self._capacity(problem), kronecker=self.kronecker)
-        run = newton(state, self.policy, self.stopping, self.options)
+        call, data = call_of(self, checkpoint, "fit", state)
         state, self._report = drive(
-            run,
+            lambda state: newton(state, self.policy, self.stopping, self.options),
             state,
             max_products=self.stopping.max_products,
             progress_bar=progress_bar,
             callback=callback,
             history=[],
+            call=call,
+            data=data,
         )
         self._report = replace(self._report, products_by=prior.how)
         self._posterior = Posterior(state)
@@ -180,18 +201,26 @@ class NonConjugateGP:
 
     @torch.no_grad()
     def refine(
-        self, max_products: int = 50, *, progress_bar: bool = False, callback: Callback | None = None
+        self,
+        max_products: int = 50,
+        *,
+        progress_bar: bool = False,
+        callback: Callback | None = None,
+        checkpoint: Checkpoint | None = None,
     ) -> NonConjugateGP:
         """Spend more products from where the fit stopped: first on the mean, then on the variance."""
         state, report = self.posterior_.state, self.report_
-        run = refine(state, self.policy, replace(self.stopping, max_products=max_products), self.options)
+        stopping = replace(self.stopping, max_products=max_products)
+        call, data = call_of(self, checkpoint, "refine", state, max_products=max_products)
         state, self._report = drive(
-            run,
+            lambda state: refine(state, self.policy, stopping, self.options),
             state,
             max_products=max_products,
             progress_bar=progress_bar,
             callback=callback,
             history=report.history,
+            call=call,
+            data=data,
         )
         self._report = replace(self._report, products_by=report.products_by)
         self._posterior = Posterior(state)
@@ -257,44 +286,8 @@ class NonConjugateGP:
     # --- checks ---------------------------------------------------------------------------------------------------
 
     def _checked_inputs(self, X: Tensor, name: str, *, new: bool = False) -> Tensor:
-        X = torch.as_tensor(X, device=self.device)
-        if self.dtype is not None:
-            X = X.to(self.dtype)
-        if X.ndim != 2:
-            raise ValueError(
-                f"{name} expects shape (N, d), one row per input, but got {tuple(X.shape)}. "
-                f"Reshape it, for instance {name}[:, None] for one-dimensional inputs."
-            )
-        if not X.is_floating_point():
-            raise TypeError(f"{name} expects floating-point inputs, but got {X.dtype}. Convert it, or set dtype.")
-        if X.numel() == 0 and not (new and X.shape[0] == 0):
-            raise ValueError(
-                f"{name} expects at least one input with at least one dimension, but got {tuple(X.shape)}."
-            )
-        if not bool(torch.isfinite(X).all()):
-            bad = int((~torch.isfinite(X)).any(1).sum())
-            raise ValueError(f"{name} expects finite numbers, but {bad} of its rows hold NaN or infinity. Remove them.")
-        if new:
-            trained = self._trained_inputs
-            if X.shape[1] != trained.shape[1]:
-                raise ValueError(
-                    f"{name} expects {trained.shape[1]} dimensions, as the training inputs, but got {X.shape[1]}."
-                )
-            if X.dtype != trained.dtype or X.device != trained.device:
-                raise TypeError(
-                    f"{name} expects {trained.dtype} on {trained.device}, as the training inputs, but got {X.dtype} on "
-                    f"{X.device}. Convert it, or set dtype and device when making the GP."
-                )
-        return X
-
-    def _checked_targets(self, y: Tensor, inputs: Tensor) -> Tensor:
-        y = torch.as_tensor(y, device=inputs.device)
-        if y.ndim == 0 or len(y) != len(inputs):
-            got = "a single number" if y.ndim == 0 else f"{len(y)}"
-            raise ValueError(f"y expects one target for each of the {len(inputs)} rows of X, but got {got}.")
-        if y.is_complex() or (y.is_floating_point() and not bool(torch.isfinite(y).all())):
-            raise ValueError("y expects finite real numbers, but holds NaN, infinity or complex numbers. Remove them.")
-        return self.likelihood.check_targets(y)
+        X = checked_inputs(X, name, self.dtype, self.device, may_be_empty=new)
+        return checked_like(X, name, self._trained_inputs) if new else X
 
     @property
     def _trained_inputs(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a `NonConjugateGP` is made of, checked when it is made: each mistake a sentence that says what was expected."""
+"""What a `NonConjugateGP` is made of and fitted to, checked before any work: each mistake a sentence about it."""
 
 from __future__ import annotations
 
@@ -79,3 +79,46 @@ def choose_kronecker(
                 f"got {max_rank}. Raise it, or use actions='joint'."
             )
     return actions == "kronecker"
+
+
+def checked_inputs(
+    X: Tensor, name: str, dtype: torch.dtype | None, device: torch.device | str | None, *, may_be_empty: bool
+) -> Tensor:  # (N, d)
+    X = torch.as_tensor(X, device=device)
+    if dtype is not None:
+        X = X.to(dtype)
+    if X.ndim != 2:
+        raise ValueError(
+            f"{name} expects shape (N, d), one row per input, but got {tuple(X.shape)}. "
+            f"Reshape it, for instance {name}[:, None] for one-dimensional inputs."
+        )
+    if not X.is_floating_point():
+        raise TypeError(f"{name} expects floating-point inputs, but got {X.dtype}. Convert it, or set dtype.")
+    if X.numel() == 0 and not (may_be_empty and X.shape[0] == 0):
+        raise ValueError(f"{name} expects at least one input with at least one dimension, but got {tuple(X.shape)}.")
+    if not bool(torch.isfinite(X).all()):
+        bad = int((~torch.isfinite(X)).any(1).sum())
+        raise ValueError(f"{name} expects finite numbers, but {bad} of its rows hold NaN or infinity. Remove them.")
+    return X
+
+
+def checked_like(X: Tensor, name: str, trained: Tensor) -> Tensor:  # (b, d), (N, d)
+    """New inputs, which go with the training inputs."""
+    if X.shape[1] != trained.shape[1]:
+        raise ValueError(f"{name} expects {trained.shape[1]} dimensions, as the training inputs, but got {X.shape[1]}.")
+    if X.dtype != trained.dtype or X.device != trained.device:
+        raise TypeError(
+            f"{name} expects {trained.dtype} on {trained.device}, as the training inputs, but got {X.dtype} on "
+            f"{X.device}. Convert it, or set dtype and device when making the GP."
+        )
+    return X
+
+
+def checked_targets(y: Tensor, inputs: Tensor, likelihood: Likelihood) -> Tensor:
+    y = torch.as_tensor(y, device=inputs.device)
+    if y.ndim == 0 or len(y) != len(inputs):
+        got = "a single number" if y.ndim == 0 else f"{len(y)}"
+        raise ValueError(f"y expects one target for each of the {len(inputs)} rows of X, but got {got}.")
+    if y.is_complex() or (y.is_floating_point() and not bool(torch.isfinite(y).all())):
+        raise ValueError("y expects finite real numbers, but holds NaN, infinity or complex numbers. Remove them.")
+    return likelihood.check_targets(y)

@@ -24,14 +24,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
-from ntk_iterncgp.config import ConfigError, ModelConfig, nearest
+from ntk_iterncgp.config import ConfigError, ModelConfig
+from ntk_iterncgp.settings import nearest
 
 RESNETS = {f"cifar_resnet{depth}": (depth - 2) // 6 for depth in (20, 32, 44, 56)}
+MAX_DEPTH = 1000
 BUILT_IN = ("mlp", "cnn", "lenet", *RESNETS)
 
 
 def mlp(num_classes: int, input_shape: tuple[int, ...], width: int = 100, depth: int = 2) -> nn.Module:
     """Tanh layers of one width."""
+    if not 0 <= depth <= MAX_DEPTH:
+        raise TypeError(f"depth expects a whole number from 0 to {MAX_DEPTH}, but got {depth!r}")
     sizes = [math.prod(input_shape), *[width] * depth]
     layers = [m for a, b in itertools.pairwise(sizes) for m in (nn.Linear(a, b), nn.Tanh())]
     return nn.Sequential(nn.Flatten(), *layers, nn.Linear(sizes[-1], num_classes))
@@ -123,13 +127,49 @@ def build(
         if name in torchvision.models.list_models(torchvision.models):
             return torchvision.models.get_model(name, **({"num_classes": num_classes} | given)).eval()
     except TypeError as error:
-        raise ConfigError(f"model.arguments do not suit '{name}': {error}.") from error
+        raise ConfigError(f"model.arguments do not suit '{name}': {_line(error)}.") from error
     near = nearest(name, (*BUILT_IN, *torchvision.models.list_models(torchvision.models)))
     hint = f"did you mean '{near}'? " if near else ""
     raise ConfigError(
         f"There is no model '{name}'; {hint}Built in are {', '.join(BUILT_IN)}; torchvision's classifiers go by their "
         "names, and your own by 'package.module:function'."
     )
+
+
+def rebuild(
+    config: ModelConfig,
+    num_classes: int,
+    input_shape: tuple[int, ...],
+    weights: Mapping[str, Tensor],
+    *,
+    trusted: str | None = None,
+) -> nn.Module:
+    """The network that a posterior file describes, with the weights it holds.
+
+    A file may come from anyone. It shall not choose which code runs, so an import path is called only if the caller has
+    named the same one; and a network is first built without memory, to see that it is as large as its weights.
+    """
+    if ":" in config.name and config.name != trusted:
+        raise ConfigError(
+            f"The posterior is of a network that '{config.name}' makes, and which code runs is not for a file to say. "
+            f"If you trust it, name it yourself: --model {config.name}."
+        )
+    arguments = {k: v for k, v in config.arguments.items() if k != "weights"}  # they come from the file
+    if ":" not in config.name:
+        with torch.device("meta"):
+            described = build(config.name, num_classes, input_shape, arguments).state_dict()
+        _check_shapes(described, weights)
+    model = build(config.name, num_classes, input_shape, arguments)
+    _check_shapes(model.state_dict(), weights)
+    model.load_state_dict(weights)
+    return model
+
+
+def _check_shapes(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    for name in sorted({*expected, *found}):
+        one, other = (tuple(s[name].shape) if name in s else None for s in (expected, found))
+        if one != other:
+            raise ValueError(f"{name} is expected to have the shape {one}, but has {other}")
 
 
 def load_checkpoint(model: nn.Module, path: Path, name: str) -> None:
@@ -165,26 +205,35 @@ def load_checkpoint(model: nn.Module, path: Path, name: str) -> None:
     model.load_state_dict(state, strict=False)
 
 
-def train(model: nn.Module, data: Dataset[Any], config: ModelConfig, *, seed: int, device: torch.device) -> float:
-    """Adam with a cosine schedule, cross-entropy; returns the training accuracy of the last epoch."""
+def train(
+    model: nn.Module, data: Dataset[Any], config: ModelConfig, *, task: str, seed: int, device: torch.device
+) -> float:
+    """Adam with a cosine schedule; returns the accuracy of the last epoch, or the root mean squared error.
+
+    The loss is cross-entropy for "classification", squared error for "regression".
+    """
     generator = torch.Generator().manual_seed(seed)
     loader = DataLoader(data, config.train_batch_size, shuffle=True, generator=generator)
     optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, config.train_epochs * len(loader)))
-    right = total = 0
+    is_regression = task == "regression"
+    score = total = 0.0
     model.train()
     for _ in tqdm(range(config.train_epochs), desc="Training", unit="epoch", leave=False, disable=None):
-        right = total = 0
+        score = total = 0.0
         for x, y in loader:
             x, y = x.to(device), y.to(device)
             optimizer.zero_grad()
             outputs = model(x)
-            nn.functional.cross_entropy(outputs, y).backward()
+            loss = nn.functional.mse_loss(outputs, y) if is_regression else nn.functional.cross_entropy(outputs, y)
+            loss.backward()
             optimizer.step()
             schedule.step()
-            right, total = right + int((outputs.argmax(1) == y).sum()), total + len(y)
+            score += len(y) * float(loss.detach()) if is_regression else float((outputs.argmax(1) == y).sum())
+            total += len(y)
     model.eval()
-    return right / max(1, total)
+    share = score / max(1.0, total)
+    return math.sqrt(share) if is_regression else share
 
 
 def _imported(path: str, arguments: Mapping[str, Any]) -> nn.Module:

@@ -2,8 +2,12 @@
 
 import errno
 import importlib
+import os
+import resource
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.error import URLError
@@ -55,7 +59,7 @@ def fit(*settings: str) -> list[str]:
     [
         (fit("fit.num_action=2"), "There is no setting 'fit.num_action'; did you mean 'fit.num_actions'?"),
         (fit("train_limt=2"), "There is no setting 'train_limt'; did you mean 'data.train_limit'?"),
-        (fit("zzz=2"), "There is no setting 'zzz'; the settings are data.name, data.root"),
+        (fit("zzz=2"), "There is no setting 'zzz'; the settings are data.name, data.task"),
         (fit("data.train_limit"), "--set expects key=value, for instance data.train_limit=5000"),
         (fit("data.train_limit=many"), "data.train_limit expects a whole number or null, but got 'many'."),
         (fit("data.train_limit=1"), "data.train_limit expects a whole number of at least 2, but got 1."),
@@ -69,7 +73,9 @@ def fit(*settings: str) -> list[str]:
         (fit("data.ood={a: 1}"), "data.ood expects a list of names, for instance [a, b], but got {'a': 1}."),
         (fit("fit.options=3"), "fit.options expects names with values, for instance {key: 1}, but got 3."),
         (fit("fit.options={cotangent: 2}"), "The flavour has no setting 'cotangent' (fit.options);"),
-        (fit("kernel.name=Matern32"), "'fit' writes the posterior of a network."),
+        (fit("data.task=regresion"), "data.task expects one of classification, regression, but got 'regresion'; did"),
+        (fit("data.task=regression"), "data.task 'regression' expects data.name 'arrays', and no data.ood."),
+        (fit("data.held_out=1346"), "data.held_out expects at least two inputs fewer than the 1347 of the train set"),
         (fit("data.name=digit"), "but got 'digit'; did you mean 'digits'?"),
         (fit("data.name=arrays"), "data.name 'arrays' expects a file in data.train"),
         (fit("data.name=arrays", "data.train=no.npz"), "There is no file 'no.npz'; data.train expects"),
@@ -169,16 +175,61 @@ def test_a_model_with_another_number_of_classes_is_refused(tmp_path: Path, capsy
 def test_a_full_disk_ends_in_a_sentence_and_leaves_no_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(tensors: object, target: Path, metadata: object = None) -> None:
-        Path(target).write_bytes(b"half")
-        raise OSError(errno.ENOSPC, "No space left on device", str(target))
+    def full(tensor: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("ntk_iterncgp.files.save_file", full)
+    monkeypatch.setattr("ntk_iterncgp.files._bytes_of", full)
     (tmp_path / "empty.yaml").touch()
     small = ("model.train_epochs=1", "fit.num_actions=2", "tuning.protocol=none", "data.train_limit=60")
     code, error = outcome([*fit(*small), "--output-dir", "out"], capsys)
     assert code == 1 and "No space left on device" in error and "Traceback" not in error
     assert not list((tmp_path / "out").glob("*posterior*"))
+
+
+def test_a_file_system_that_takes_no_more_ends_in_a_sentence_and_leaves_no_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is patched here: the system itself refuses to write more than 32 KiB to one file."""
+    (tmp_path / "empty.yaml").touch()
+    small = ("model.train_epochs=1", "fit.num_actions=20", "tuning.protocol=none", "data.train_limit=60")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**15, limits[1]))
+    try:
+        code, error = outcome([*fit(*small), "--output-dir", "out"], capsys)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    last = error.splitlines()[-1]
+    assert code == 1 and last.startswith("ntk-iterncgp: cannot read or write") and "File too large" in last
+    assert "Traceback" not in error
+    left = sorted(p.name for p in (tmp_path / "out").iterdir())
+    assert left == ["checkpoint", "config.yaml", "model.safetensors", "run.log"]  # the next time it goes on
+
+
+@pytest.mark.parametrize(
+    ("settings", "sign"),
+    [
+        (("model.train_epochs=1000000",), "trained here"),
+        (("model.train_epochs=1", "fit.num_actions=100", "fit.refine_epochs=1000000"), "Fitting: IterNCGPAllLaplace"),
+    ],
+    ids=["training", "fitting"],
+)
+def test_a_real_interrupt_gives_130_and_no_result(tmp_path: Path, settings: tuple[str, ...], sign: str) -> None:
+    (tmp_path / "empty.yaml").touch()
+    command = [sys.executable, "-m", "ntk_iterncgp", *fit(*settings), "--output-dir", "out"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    run = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    try:
+        log, deadline = tmp_path / "out" / "run.log", time.monotonic() + 120
+        while not (log.exists() and sign in log.read_text(encoding="utf-8")):
+            assert run.poll() is None and time.monotonic() < deadline, run.stderr
+            time.sleep(0.1)
+        time.sleep(0.5)  # into the loop
+        run.send_signal(signal.SIGINT)
+        error = run.communicate(timeout=60)[1].decode()
+    finally:
+        run.kill()
+    assert run.returncode == 130 and error.endswith("\nntk-iterncgp: interrupted.\n"), error
+    assert "Traceback" not in error and not list((tmp_path / "out").glob("*posterior*"))
 
 
 def test_interrupting_gives_130_and_no_result(

@@ -60,6 +60,14 @@ def test_a_saved_posterior_predicts_as_before_without_the_training_data(
 
 
 @subsets
+def test_a_loaded_posterior_says_why_it_cannot_be_refined(subset: str, tmp_path: Path) -> None:
+    other = unfitted(MLP, subset)
+    other.load_state_dict(save_and_load(fitted(MLP, subset, num_actions=4), tmp_path))
+    with pytest.raises(RuntimeError, match=r"holds what predictions need, not the actions .* Call fit\(train_loader\)"):
+        other.refine(training(MLP), epochs=1)
+
+
+@subsets
 def test_a_mapping_model_is_saved_and_loaded(subset: str, tmp_path: Path) -> None:
     case = BY_NAME["mapping"]
     la, x = fitted(case, subset), case.new_inputs()

@@ -1,13 +1,17 @@
 """What the documentation shows runs, names what exists, and links to what is there."""
 
 import re
+import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from ntk_iterncgp import cli
-from ntk_iterncgp.config import KERNELS, load
+from ntk_iterncgp import cli, demo
+from ntk_iterncgp.config import KERNELS
+from ntk_iterncgp.evaluation.compare import LABELS
 from ntk_iterncgp.likelihoods import __all__ as LIKELIHOODS
 from ntk_iterncgp.predictive import LINKS
 from ntk_iterncgp.solver import POLICIES, Status
@@ -35,14 +39,51 @@ def test_there_is_python_to_run() -> None:
     assert with_code >= {"README.md", "api.md", "extending.md", "kernels.md"}
 
 
-def test_the_commands_of_the_readme_are_those_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = re.findall(r"^    ntk-iterncgp (\w+) (\S+)", README, re.MULTILINE)
-    assert {command for command, _ in shown} >= {"fit", "predict", "evaluate"}
-    for command, argument in shown:
-        with pytest.raises(SystemExit, match="0"):
-            cli.main([command, "--help"])
-        if argument.startswith("configs/"):
-            load(ROOT / argument)
+TOY = ("data.train_limit=150", "data.test_limit=40", "data.ood_limit=20", "model.train_epochs=1", "fit.num_actions=4")
+TOY += ("evaluate.link_samples=32", "evaluate.bootstrap=50", "evaluate.baselines=[map, temperature, prior]")
+
+
+def write_idx(path: Path, values: np.ndarray) -> None:
+    path.write_bytes(struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape) + values.tobytes())
+
+
+def small_official_data(root: Path) -> None:
+    """Files of the official form with a few random images in them."""
+    draw = np.random.default_rng(0)
+    for name in ("MNIST", "FashionMNIST"):
+        folder = root / name / "raw"
+        folder.mkdir(parents=True)
+        for part, size in (("train", 200), ("t10k", 50)):
+            write_idx(folder / f"{part}-images-idx3-ubyte", draw.integers(0, 255, (size, 28, 28), dtype=np.uint8))
+            write_idx(folder / f"{part}-labels-idx1-ubyte", (np.arange(size) % 10).astype(np.uint8))
+
+
+def test_the_commands_of_the_readme_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [line.partition("#")[0].split() for line in re.findall(r"^    ntk-iterncgp (.*)$", README, re.MULTILINE)]
+    assert {line[0] for line in lines} == {"fit", "predict", "evaluate"}
+    small_official_data(tmp_path / "data")
+    np.savez(tmp_path / "new.npz", x=np.random.default_rng(0).random((3, 8, 8)))
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("NTK_ITERNCGP_DATA", raising=False)
+    for line in lines:
+        toy = [text for setting in TOY for text in ("--set", setting)] if line[0] != "predict" else []
+        assert cli.main([*line, *toy]) == 0, line
+    written = {str(path.relative_to(tmp_path)) for path in (tmp_path / "runs").rglob("*")}
+    assert written >= {f"runs/digits/{name}" for name in ("posterior.safetensors", "predictions.csv", "report.html")}
+
+
+def test_the_commands_of_the_readme_to_make_are_targets() -> None:
+    targets = re.findall(r"^    make (\w+)", README, re.MULTILINE)
+    assert targets == ["demo", "test"]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert all(re.search(rf"^{target}: ", makefile, re.MULTILINE) for target in targets)
+
+
+def test_the_table_of_the_readme_has_the_lines_of_the_demo() -> None:
+    table = README.partition("## Results")[2].split("```")[1].strip("\n")
+    found = [re.split(r"\s{3,}", line)[0] for line in table.splitlines()[2:]]
+    assert found == [LABELS[name] for name in (*demo.settings().evaluate.baselines, "ours")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

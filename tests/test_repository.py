@@ -17,7 +17,8 @@ MAX_LINES = 350
 
 # Rooms from the foundations up. A room may import from lines above its own, and from itself.
 ORDER = [
-    {"parallel"},
+    {"parallel", "files", "digests"},
+    {"checkpoint"},
     {"data", "interrupt"},
     {"columns"},
     {"kernels"},
@@ -27,11 +28,10 @@ ORDER = [
     {"posterior", "weight_posterior"},
     {"predictive"},
     {"network"},
-    {"tuning", "hyperparameters", "gp_checks"},
+    {"tuning", "hyperparameters", "gp_checks", "gp_saving"},
     {"gp", "laplace_addon"},
-    {"checkpoint"},
+    {"settings"},
     {"config"},
-    {"files"},
     {"datasets", "models"},
     {"evaluation"},
     {"runs"},

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -17,10 +18,11 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ntk_iterncgp import cli, datasets, demo, files, models
+from ntk_iterncgp import NonConjugateGP, cli, datasets, demo, files, kernels, likelihoods, models
 from ntk_iterncgp.config import ConfigError, DataConfig, load
 from ntk_iterncgp.evaluation.links import class_probabilities
 from ntk_iterncgp.runs.predict import restore
+from ntk_iterncgp.runs.predictor import KernelPredictor
 
 SMALL = [
     "data.train_limit=300",
@@ -68,7 +70,7 @@ def test_a_run_leaves_its_results_and_nothing_half_done(run: Path) -> None:
     log = (run / "run.log").read_text(encoding="utf-8")
     assert "No checkpoint was given (model.checkpoint), so it is trained here for 6 epochs." in log
     assert "Posterior of an earlier fit with these settings" in log  # evaluate does not fit again
-    assert "Prior precision: " in log
+    assert re.search(r"Prior precision \S+, by the NLL of 30 inputs held out\.", log)
 
 
 def test_the_resolved_settings_repeat_the_run(run: Path) -> None:
@@ -87,7 +89,7 @@ def test_the_posterior_file_predicts_as_the_posterior_does(run: Path, tmp_path: 
     assert cli.main(["predict", *arguments, "--output", str(tmp_path / "new.csv")]) == 0
     assert cli.main(["predict", *arguments, "--output", str(tmp_path / "out.npz")]) == 0
     restored = restore(run / "posterior.safetensors", torch.device("cpu"))
-    mean, covariance = restored.la._glm_predictive_distribution(x)
+    mean, covariance = restored.predictor.latent(x)
     expected = class_probabilities(mean.double(), covariance.double(), link="accurate", num_samples=64)
     content = np.load(tmp_path / "out.npz", allow_pickle=False)
     np.testing.assert_allclose(content["probabilities"], expected.numpy(), atol=1e-5)
@@ -100,11 +102,12 @@ def test_the_posterior_file_predicts_as_the_posterior_does(run: Path, tmp_path: 
 
 def test_the_posterior_file_holds_tensors_and_text_alone(run: Path) -> None:
     with safe_open(run / "posterior.safetensors", framework="pt") as file:
-        assert {name.partition(".")[0] for name in file.keys()} == {"model", "posterior"}  # noqa: SIM118
+        assert {name.partition(".")[0] for name in file.keys()} == {"model", "posterior", "sha256"}  # noqa: SIM118
         header = json.loads(file.metadata()[files.HEADER])
-    assert header["format"] == files.FORMAT and header["about"]["class_names"] == [str(c) for c in range(10)]
+    assert header["format"] == f"{files.POSTERIOR} {files.POSTERIOR_VERSION}"
+    assert header["about"]["class_names"] == [str(c) for c in range(10)]
     short = json.loads((run / "posterior.json").read_text(encoding="utf-8"))
-    assert short["num_data"] == 300 and "history" not in short["report"]
+    assert short["num_data"] == 270 and "history" not in short["report"]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +131,7 @@ def test_a_damaged_posterior_is_refused_in_a_sentence(run: Path, tmp_path: Path)
     content = (run / "posterior.safetensors").read_bytes()
     for name, damaged in (("short", content[: len(content) // 2]), ("long", content + b"x"), ("none", b"")):
         (tmp_path / name).write_bytes(damaged)
-        with pytest.raises(ConfigError, match="is not a posterior file, or is damaged"):
+        with pytest.raises(files.FileError, match="is not a posterior file, or is damaged"):
             files.load_posterior(tmp_path / name)
 
 
@@ -192,7 +195,8 @@ def test_the_report_is_one_file_with_every_part(run: Path) -> None:
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PROBE = """<script>addEventListener('load', () => { const wide = document.documentElement.scrollWidth;
 const broken = [...document.images].filter(i => !i.complete || i.naturalWidth === 0).length;
-parent.postMessage(`probe ${wide} ${innerWidth} ${broken} ${document.images.length}`, '*'); });</script>"""
+const cut = [...document.querySelectorAll('.frame, td')].filter(e => e.scrollWidth > e.clientWidth + 1).length;
+parent.postMessage(`probe ${wide} ${innerWidth} ${broken} ${document.images.length} ${cut}`, '*'); });</script>"""
 FRAME = """<script>addEventListener('message', event => { document.title = event.data; });</script>
 <iframe src="probe.html" style="width:{width}px;height:3000px;border:0"></iframe>"""
 
@@ -208,10 +212,10 @@ def test_every_figure_loads_and_nothing_overflows_in_a_browser(run: Path, tmp_pa
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000"]
     command = [str(CHROMIUM), *flags, "--window-size=1400,3200", "--dump-dom", frame.as_uri()]
     output = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    found = re.search(r"<title>probe (\d+) (\d+) (\d+) (\d+)</title>", output)
+    found = re.search(r"<title>probe (\d+) (\d+) (\d+) (\d+) (\d+)</title>", output)
     assert found, output[:500]
-    scroll_width, inner_width, broken, images = map(int, found.groups())
-    assert (inner_width, broken) == (width, 0) and images >= 8
+    scroll_width, inner_width, broken, images, cut = map(int, found.groups())
+    assert (inner_width, broken, cut) == (width, 0, 0) and images >= 8  # no table scrolls in its frame, either
     assert scroll_width <= width
 
 
@@ -224,6 +228,14 @@ def test_a_kernel_takes_the_place_of_the_network(tmp_path: Path) -> None:
     assert [method["name"] for method in results["methods"]] == ["map", "temperature", "ours"]
     assert results["methods"][2]["accuracy"] > 0.5 and results["about"]["kernel"].startswith("Matern52")
     assert (tmp_path / "out" / "report.html").exists()
+    config = load(tmp_path / "out" / "config.yaml")
+    data, posterior = datasets.load(config.data, seed=0), tmp_path / "out" / "posterior.safetensors"
+    np.savez(tmp_path / "new.npz", x=data.scaling.undo(data.test[:][0]).numpy())  # as a user has them: pixels
+    new = tmp_path / "new.csv"
+    assert cli.main(["predict", str(posterior), "--input", str(tmp_path / "new.npz"), "--output", str(new)]) == 0
+    rows = list(csv.DictReader(new.read_text(encoding="utf-8").splitlines()))
+    right = [int(row["class"]) == label for row, label in zip(rows, data.test[:][1].tolist(), strict=True)]
+    assert np.mean(right) == pytest.approx(results["methods"][2]["accuracy"])
 
 
 def test_a_checkpoint_that_is_newer_than_the_posterior_is_fitted_again(tmp_path: Path) -> None:
@@ -235,13 +247,57 @@ def test_a_checkpoint_that_is_newer_than_the_posterior_is_fitted_again(tmp_path:
     save_file(models.cnn(10, (1, 8, 8), 4).state_dict(), checkpoint)
     assert cli.main(arguments) == 0
     first = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))["methods"][0]["nll"]
-    precision = json.loads((tmp_path / "out" / "posterior.json").read_text(encoding="utf-8"))["prior_precision"][0]
-    assert precision != 1.0  # what evaluate has tuned is what predict will use
+    log = (tmp_path / "out" / "run.log").read_text(encoding="utf-8")
+    assert "by the evidence, since no data are held out." in log  # the checkpoint may have seen all training data
     save_file(models.cnn(10, (1, 8, 8), 4).state_dict(), checkpoint)  # other weights
     os.utime(checkpoint, (2**32, 2**32))
     assert cli.main(arguments) == 0
     second = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))["methods"][0]["nll"]
     assert first != second
+
+
+def test_the_file_of_a_kernel_answers_as_the_gaussian_process_does() -> None:
+    torch.manual_seed(0)
+    X, x = torch.randn(40, 3), torch.randn(7, 3)
+    classes = (torch.arange(40) % 3, likelihoods.Softmax(3))
+    targets = (X[:, 0].sin(), likelihoods.Gaussian(0.1))
+    for y, likelihood in (classes, targets):
+        gp = NonConjugateGP(kernels.Matern32(1.5, 2.0), likelihood, max_products=6).fit(X, y)
+        saved = KernelPredictor.of(gp)
+        restored = KernelPredictor.from_state(saved.state(), torch.device("cpu"))
+        mean, covariance = gp.posterior_.latent(x)
+        torch.testing.assert_close(restored.latent(x), (mean, covariance), rtol=1e-6, atol=1e-9)
+        assert restored.noise_variance == (1.0 if likelihood is classes[1] else 0.1)
+    broken = {**saved.state(), "coefficients": torch.zeros(2)}
+    with pytest.raises(ValueError, match="of different sizes"):
+        KernelPredictor.from_state(broken, torch.device("cpu"))
+
+
+class Unread(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 120
+
+    def __getitem__(self, index: int) -> None:
+        raise AssertionError("a test input was read")
+
+
+def test_fit_never_reads_a_test_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = datasets.load
+    monkeypatch.setattr(datasets, "load", lambda *a, **k: replace(loaded(*a, **k), test=Unread(), ood={}))
+    (tmp_path / "small.yaml").touch()
+    assert cli.main(["fit", str(tmp_path / "small.yaml"), *sets(SMALL), "--output-dir", str(tmp_path / "out")]) == 0
+
+
+def test_what_is_held_out_is_in_no_other_part() -> None:
+    data = datasets.load(DataConfig(train_limit=100, test_limit=50), seed=0)
+    for source, sizes in (("train", (90, 50)), ("test", (100, 40))):
+        parts = data.put_aside(10, source, 0)
+        assert (len(parts.train), len(parts.test), len(parts.held_out)) == (*sizes, 10)
+        together = torch.cat([getattr(parts, source)[:][0], parts.held_out[:][0]])
+        whole = getattr(data, source)[:][0]
+        assert sorted(map(tuple, together.flatten(1).tolist())) == sorted(map(tuple, whole.flatten(1).tolist()))
+    with pytest.raises(ConfigError, match="at least two inputs fewer than the 50 of the test set, but got 49"):
+        data.put_aside(49, "test", 0)
 
 
 def test_the_last_layer_flavour_runs_with_its_own_rows(tmp_path: Path) -> None:
@@ -270,7 +326,7 @@ def test_arrays_and_tables_are_data_too(tmp_path: Path) -> None:
     np.savetxt(tmp_path / "a.csv", table.numpy(), delimiter=",", header="a,b,c,label", comments="")
     for name in ("a.npz", "a.csv"):
         data = datasets.load(DataConfig(name="arrays", train=str(tmp_path / name)), seed=0)
-        assert (len(data.train), len(data.test), data.input_shape, data.num_classes) == (40, 10, (3,), 3)
+        assert (len(data.train), len(data.test), data.input_shape, data.num_outputs) == (40, 10, (3,), 3)
         torch.testing.assert_close(data.train.tensors[0].mean(0), torch.zeros(3), atol=1e-5, rtol=0)
     restored = datasets.inputs_for(tmp_path / "a.csv", datasets.Scaling((0.0,) * 3, (1.0,) * 3), (3,))
     torch.testing.assert_close(restored, x, atol=1e-5, rtol=0)

@@ -5,7 +5,7 @@
     cifar10, cifar100                       the official binary version, or torchvision's
     svhn                                    torchvision's
     image_folder                            a folder per class
-    arrays                                  .npz with x and y, or .csv with the label in its last column
+    arrays                                  .npz with x and y, or .csv with y in its last column: labels or real targets
 
 Inputs are scaled to [0, 1] and standardised with the constants of the data set, which are kept: `predict` needs them,
 and so do pictures. What is not there is downloaded by torchvision; where there is no network, a sentence says which
@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
-from ntk_iterncgp.config import ConfigError, DataConfig, nearest
-from ntk_iterncgp.datasets.base import Data, Scaling, from_arrays, labels_of
+from ntk_iterncgp.config import ConfigError, DataConfig
+from ntk_iterncgp.datasets.base import Data, Scaling, chosen_of, from_arrays, labels_of
 from ntk_iterncgp.datasets.known import DIGIT_NAMES, KNOWN, data_root, digits, known
 from ntk_iterncgp.datasets.own import image_folders, inputs_for, user_arrays
+from ntk_iterncgp.settings import nearest
 
 __all__ = ["Data", "Scaling", "data_root", "inputs_for", "labels_of", "load"]
 
@@ -82,4 +83,4 @@ def _limited(data: Dataset[Any], limit: int | None, seed: int) -> Dataset[Any]:
     if isinstance(data, TensorDataset):
         return TensorDataset(*(tensor[:limit] for tensor in data.tensors))
     chosen = torch.randperm(size, generator=torch.Generator().manual_seed(seed))[:limit]
-    return Subset(data, chosen.tolist())  # a folder is sorted by class
+    return chosen_of(data, chosen)  # a folder is sorted by class

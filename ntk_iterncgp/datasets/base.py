@@ -1,13 +1,18 @@
-"""What a data set is to a run: tensors, how they were scaled, and the names of the classes."""
+"""What a data set is to a run: tensors, how they were scaled, and the names of the classes.
+
+Targets of a regression are scaled to mean zero and unit variance, (N, 1); classes are whole numbers, (N,).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
+
+from ntk_iterncgp.settings import ConfigError
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,7 @@ class Scaling:
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """Training and test data, and others that are like neither."""
+    """Training and test data, and others that are like neither; `held_out` is in none of them."""
 
     train: Dataset[Any]
     test: Dataset[Any]
@@ -38,13 +43,34 @@ class Data:
     class_names: tuple[str, ...]
     input_shape: tuple[int, ...]
     ood: dict[str, Dataset[Any]] = field(default_factory=dict)
+    held_out: Dataset[Any] | None = None  # neither trained on nor fitted to: what the prior precision is chosen on
+    target_scaling: Scaling | None = None  # of a regression; None: classes
 
     @property
-    def num_classes(self) -> int:
-        return len(self.class_names)
+    def num_outputs(self) -> int:
+        return len(self.class_names) if self.target_scaling is None else 1
+
+    @property
+    def task(self) -> str:
+        return "classification" if self.target_scaling is None else "regression"
+
+    def put_aside(self, count: int, source: str, seed: int) -> Data:
+        """`count` inputs of "train" or "test", drawn at random, as `held_out`."""
+        if count == 0:
+            return self
+        data: Dataset[Any] = getattr(self, source)
+        size = len(data)  # type: ignore[arg-type]
+        if size - count < 2:
+            raise ConfigError(
+                f"data.held_out expects at least two inputs fewer than the {size} of the {source} set, but got {count}."
+            )
+        order = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
+        rest = chosen_of(data, order[count:].sort().values)
+        held_out = chosen_of(data, order[:count].sort().values)
+        return replace(self, held_out=held_out, **{source: rest})  # type: ignore[arg-type]
 
 
-Arrays = tuple[Tensor, Tensor]  # inputs in [0, 1] (N, channels, side, side) or (N, d), and labels (N,)
+Arrays = tuple[Tensor, Tensor]  # inputs in [0, 1] (N, channels, side, side) or (N, d), and labels or targets (N,)
 
 
 def from_arrays(train: Arrays, test: Arrays, scaling: Scaling, names: tuple[str, ...]) -> Data:
@@ -52,8 +78,15 @@ def from_arrays(train: Arrays, test: Arrays, scaling: Scaling, names: tuple[str,
     return Data(parts[0], parts[1], scaling, names, tuple(train[0].shape[1:]))
 
 
-def labels_of(data: Dataset[Any]) -> Tensor:  # (N,)
-    """The labels alone, without reading images where that can be helped."""
+def chosen_of(data: Dataset[Any], chosen: Tensor) -> Dataset[Any]:
+    """Some of the data; tensors are copied, so that they stay one block."""
+    if isinstance(data, TensorDataset):
+        return TensorDataset(*(tensor[chosen] for tensor in data.tensors))
+    return Subset(data, chosen.tolist())
+
+
+def labels_of(data: Dataset[Any]) -> Tensor:  # (N,), or (N, 1)
+    """The labels or targets alone, without reading images where that can be helped."""
     if isinstance(data, TensorDataset):
         return data.tensors[1]
     if isinstance(data, Subset):

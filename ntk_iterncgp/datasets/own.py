@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,9 @@ def inputs_for(path: Path, scaling: Scaling, input_shape: tuple[int, ...]) -> Te
         inputs = _read_csv(path, last_is_label=None, num_inputs=math.prod(input_shape))[0]
     else:
         inputs = _read_numpy(path, need_labels=False)[0]
+    if len(inputs) == 0 or not bool(inputs.isfinite().all()):
+        what = "none" if len(inputs) == 0 else "NaN or infinity"
+        raise ConfigError(f"'{path}' is expected to hold inputs of finite numbers, but holds {what}.")
     if inputs[0].numel() != math.prod(input_shape):
         raise ConfigError(
             f"'{path}' is expected to hold inputs of shape {input_shape}, as in the fit, but holds "
@@ -43,9 +47,9 @@ def inputs_for(path: Path, scaling: Scaling, input_shape: tuple[int, ...]) -> Te
 
 
 def user_arrays(config: DataConfig, seed: int) -> Data:
-    x, y = _read_arrays(config.train, "data.train")
+    x, y = _read_arrays(config.train, "data.train", config.task)
     if config.test is not None:
-        test = _read_arrays(config.test, "data.test")
+        test = _read_arrays(config.test, "data.test", config.task)
     else:
         chosen = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
         held_out = chosen[: max(1, len(y) // 5)]
@@ -58,11 +62,15 @@ def user_arrays(config: DataConfig, seed: int) -> Data:
     dims = [0, *range(2, x.ndim)]
     std = x.std(dims).clamp_min(1e-6)
     scaling = Scaling(tuple(x.mean(dims).tolist()), tuple(std.tolist()))
+    if config.task == "regression":
+        targets = Scaling((float(y.mean()),), (float(y.std().clamp_min(1e-12)),))
+        scaled = [targets.apply(part[:, None]).float() for part in (y, test[1])]
+        return replace(from_arrays((x, scaled[0]), (test[0], scaled[1]), scaling, ()), target_scaling=targets)
     names = tuple(map(str, range(int(max(y.max(), test[1].max())) + 1)))
     return from_arrays((x, y), test, scaling, names)
 
 
-def _read_arrays(name: str | None, setting: str) -> Arrays:
+def _read_arrays(name: str | None, setting: str, task: str) -> Arrays:
     if name is None:
         raise ConfigError(f"data.name 'arrays' expects a file in {setting}: an .npz with x and y, or a .csv.")
     path = Path(name)
@@ -72,9 +80,21 @@ def _read_arrays(name: str | None, setting: str) -> Arrays:
         _read_csv(path, last_is_label=True) if path.suffix == ".csv" else _read_numpy(path, need_labels=True)
     )
     assert labels is not None
+    if len(labels) != len(inputs) or len(labels) < 2:
+        raise ConfigError(
+            f"'{path}' is expected to hold one y for each of at least two x, but holds {len(inputs)} x and "
+            f"{len(labels)} y."
+        )
+    if not bool(inputs.isfinite().all() and labels.isfinite().all()):
+        raise ConfigError(f"'{path}' is expected to hold finite numbers, but holds NaN or infinity. Remove those rows.")
+    if task == "regression":
+        return inputs, labels.double()
     whole = labels.long()
     if not torch.equal(whole.to(labels), labels) or int(whole.min()) < 0:
-        raise ConfigError(f"The labels in '{path}' are expected to be whole numbers from 0, but are not.")
+        raise ConfigError(
+            f"The labels in '{path}' are expected to be whole numbers from 0, but are not. For real targets set "
+            "data.task=regression."
+        )
     return inputs, whole
 
 

@@ -103,8 +103,9 @@ class Spectral(Latent):
         self.outputs, self.Z, self.eigenvalues = outputs.double(), Z, eigenvalues.clamp_min(0)
 
     def moments(self, index: int, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        Z = self.Z[chosen].double()
-        return self.outputs[chosen], (Z / (self.eigenvalues + self.grid[index])) @ Z.mT
+        root = (self.eigenvalues + self.grid[index]).rsqrt()
+        half = self.Z[chosen] * root.to(self.Z.dtype)  # a sum of squares: nothing cancels, so float32 will do
+        return self.outputs[chosen], (half @ half.mT).double()
 
 
 @final

@@ -35,6 +35,7 @@ STYLES: dict[str, tuple[str, str]] = {  # colour, dashes
 FEWEST_PER_BIN = 5  # below this, the accuracy of a bin is mostly chance
 SHOWN = ("map", "temperature", "prior", "exact", "ours")  # more lines than these cannot be told apart
 SIZE = (4.3, 3.3)  # inches
+MARGINS = {"left": 0.15, "right": 0.97, "bottom": 0.15, "top": 0.96}  # a layout that looks for them draws twice
 
 Draw = Callable[[Axes], None]
 
@@ -67,7 +68,7 @@ def panels(comparison: Comparison, fit: Mapping[str, Any]) -> list[tuple[str, st
             (
                 "Information captured",
                 "A lower bound on the share of what the training data say that has been used, against cost.",
-                lambda axes: _information(axes, history),
+                lambda axes: information(axes, history),
             )
         )
     if comparison.contraction:
@@ -84,7 +85,7 @@ def panels(comparison: Comparison, fit: Mapping[str, Any]) -> list[tuple[str, st
             (
                 "Against the truth",
                 "Our variance over that of the exact posterior at the same prior: never below one.",
-                lambda axes: _against_exact(axes, ratio),
+                lambda axes: against_exact(axes, ratio),
             )
         )
     return [(title, sentence, svg(draw)) for title, sentence, draw in found]
@@ -101,8 +102,8 @@ def svg(draw: Draw) -> str:
         "legend.fontsize": 7.5,
     }
     with mpl.rc_context(style):
-        figure = Figure(figsize=SIZE, layout="constrained")
-        draw(figure.subplots())
+        figure = Figure(figsize=SIZE)
+        draw(figure.subplots(gridspec_kw=MARGINS))
         stream = io.StringIO()
         figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
     text = stream.getvalue()
@@ -174,7 +175,7 @@ def _other_panels(name: str, results: Sequence[Result]) -> list[tuple[str, str, 
     ]
 
 
-def _information(axes: Axes, history: Sequence[Mapping[str, Any]]) -> None:
+def information(axes: Axes, history: Sequence[Mapping[str, Any]]) -> None:
     in_epochs = all(record.get("epochs") is not None for record in history)
     cost = [record["epochs"] if in_epochs else record["num_products"] for record in history]
     captured = [100 * record["information_captured"] for record in history]
@@ -193,7 +194,7 @@ def _contraction(axes: Axes, contraction: Mapping[str, Tensor]) -> None:
     axes.legend()
 
 
-def _against_exact(axes: Axes, ratio: Tensor) -> None:
+def against_exact(axes: Axes, ratio: Tensor) -> None:
     axes.axvline(1, color="0.4", linewidth=0.8)
     low, high = min(0.95, float(ratio.min())), float(ratio.max())
     bins = np.geomspace(low, max(high, 1.05), 31).tolist()

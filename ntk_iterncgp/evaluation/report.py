@@ -1,102 +1,128 @@
-"""Methods side by side: a table one can read, and the same for a program."""
+"""Classifiers side by side: the columns of their table, what the intervals say, and the same for a program."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from ntk_iterncgp.config import RunConfig
 from ntk_iterncgp.evaluation.compare import Comparison, Result
+from ntk_iterncgp.evaluation.tables import Column, Table, number
+from ntk_iterncgp.evaluation.uncertainty import Difference
 
-Column = tuple[str, Callable[[Result], str], str]  # heading, cell, one sentence of explanation
+SHORT = ("accuracy", "NLL", "± to ours", "ECE", "NLL probit", "tuned to")  # and the AUROC
+
+PROTOCOLS = {
+    "crossfit": "Every method's hyperparameters were chosen on the other half of the test set (two-fold cross-fit)",
+    "validation": "Every method's hyperparameters were chosen on inputs put aside",
+    "none": "No hyperparameter was tuned",
+}
 
 
-SHORT = ("accuracy", "NLL", "± to ours", "ECE", "NLL probit", "tuned to")  # and the AUROC: what a screen has room for
-
-
-def columns(comparison: Comparison) -> list[Column]:
-    """Those that these results fill."""
-    found: list[Column] = [
-        ("accuracy", lambda r: f"{100 * r.metrics.accuracy:.2f} %", "The share of test inputs classified rightly."),
-        ("NLL", lambda r: f"{r.metrics.nll:.4f}", "The mean of −log p(true class), in nats; lower is better."),
-        (
-            "± to ours",
-            lambda r: "" if r.difference is None else f"{r.difference.lower:+.4f} … {r.difference.upper:+.4f}",
-            "95 % bootstrap interval of its NLL less ours, on the same inputs: above zero, ours is better.",
+def results_table(comparison: Comparison) -> Table:
+    """With the columns that these results fill."""
+    columns = [
+        Column("accuracy", lambda r: f"{100 * r.metrics.accuracy:.2f} %", "Test inputs classified rightly.", max),
+        Column("NLL", lambda r: f"{r.metrics.nll:.4f}", "The mean of −log p(true class); lower is better.", min),
+        difference_column(),
+        Column("ECE", lambda r: f"{r.metrics.ece:.4f}", "The gap of confidence and accuracy in 15 equal bins.", min),
+        Column(
+            "adaptive",
+            lambda r: f"{r.metrics.adaptive_ece:.4f}",
+            "The same in 15 bins of equally many inputs.",
+            min,
         ),
-        ("ECE", lambda r: f"{r.metrics.ece:.4f}", "The gap between confidence and accuracy in 15 equal bins."),
-        ("adaptive", lambda r: f"{r.metrics.adaptive_ece:.4f}", "The same in 15 bins of equally many inputs."),
-        ("Brier", lambda r: f"{r.metrics.brier:.4f}", "Squared error of the probabilities; lower is better."),
-        ("AURC", lambda r: f"{r.aurc:.4f}", "Mean error over all shares of inputs, the surest first."),
-        (
+        Column("Brier", lambda r: f"{r.metrics.brier:.4f}", "Squared error of the probabilities.", min),
+        Column("AURC", lambda r: f"{r.aurc:.4f}", "Mean error over all shares of inputs, the surest first.", min),
+        Column(
             "NLL probit",
             lambda r: "–" if r.probit is None else f"{r.probit.nll:.4f}",
             "The NLL by the diagonal probit link, which ignores how the outputs go together, tuned for it.",
         ),
-        (
+        Column(
             "ECE probit",
             lambda r: "–" if r.probit is None else f"{r.probit.ece:.4f}",
             "The ECE by the diagonal probit link.",
         ),
-    ]
-    for name in next(iter(comparison.results)).ood:
-        found += _ood_columns(name)
-    found.append(
-        (
+        Column(
             "tuned to",
-            lambda r: " / ".join(f"{value:.3g}" for value in r.values) if len(set(r.values)) > 0 else "",
+            lambda r: " / ".join(map(number, r.values)),
             "The temperature or prior precision of each fold, chosen on the other one.",
-        )
+        ),
+    ]
+    return Table(comparison.results, columns, comparison.unavailable)
+
+
+def others_table(comparison: Comparison) -> Table | None:
+    """How well each method tells inputs of another kind from test inputs; None where there are none."""
+    columns = [column for name in comparison["ours"].ood for column in _ood_columns(name)]
+    return Table(comparison.results, columns, {}) if columns else None
+
+
+def on_screen(comparison: Comparison) -> str:
+    """The columns that a screen has room for."""
+    table, others = results_table(comparison), others_table(comparison)
+    chosen = [column for column in table.columns if column.heading in SHORT]
+    chosen += [column for column in others.columns if column.heading.endswith("AUROC")] if others else []
+    return Table(comparison.results, chosen, comparison.unavailable).text()
+
+
+def summary(comparison: Comparison, config: RunConfig, about: Mapping[str, Any], fit: Mapping[str, Any]) -> str:
+    """What was run, in a paragraph."""
+    captured = fit["information_captured"] if comparison.information is None else comparison.information  # as tuned
+    return (
+        f"{what_was_run(config, about)}, {len(comparison.labels):,} test inputs. Ours: rank {about['rank']}, at least "
+        f"{100 * captured:.1f} % of the information captured. {PROTOCOLS[config.tuning.protocol]}; probabilities by "
+        "the accurate link, diagonal probit beside it."
     )
-    return found
+
+
+def what_was_run(config: RunConfig, about: Mapping[str, Any]) -> str:
+    name = config.model.name
+    what = (
+        f"a Gaussian process with {about['kernel']}"
+        if "kernel" in about
+        else f"{name} with {about['weights']:,} weights"
+    )
+    return f"{config.data.name}, {what}, {about['data']:,} training data"
+
+
+def difference_column() -> Column:
+    def cell(result: Any) -> str:
+        found: Difference | None = result.difference
+        return "" if found is None else f"{found.lower:+.4f} … {found.upper:+.4f}"
+
+    sentence = "95 % bootstrap interval of its NLL less ours, on the same inputs: above zero, ours is better."
+    return Column("± to ours", cell, sentence)
 
 
 def _ood_columns(name: str) -> list[Column]:
+    def by_entropy(metric: str) -> Callable[[Result], str]:
+        return lambda r: f"{getattr(r.ood[name].by_entropy, metric):.3f}"
+
     def doubt(r: Result) -> str:
         by_doubt = r.ood[name].by_doubt
         return "–" if by_doubt is None else f"{by_doubt.auroc:.3f}"
 
+    passing = f"The share of {name} that passes where 95 % of the test inputs do; lower is better."
     return [
-        (
+        Column(
             f"{name}: AUROC",
-            lambda r: f"{r.ood[name].by_entropy.auroc:.3f}",
+            by_entropy("auroc"),
             f"How well entropy tells {name} from test inputs; one half is guessing.",
+            max,
         ),
-        (f"{name}: epistemic", doubt, "The same by the doubt that more data would remove."),
-        (f"{name}: AUPR", lambda r: f"{r.ood[name].by_entropy.aupr:.3f}", "Average precision of entropy."),
-        (
-            f"{name}: FPR95",
-            lambda r: f"{r.ood[name].by_entropy.fpr95:.3f}",
-            f"The share of {name} that passes where 95 % of the test inputs do; lower is better.",
-        ),
+        Column(f"{name}: epistemic", doubt, "The same by the doubt that more data would remove."),
+        Column(f"{name}: AUPR", by_entropy("aupr"), "Average precision of entropy."),
+        Column(f"{name}: FPR95", by_entropy("fpr95"), passing),
     ]
 
 
-def table(comparison: Comparison, *, short: bool = False) -> str:
-    """Aligned text, a line per method, with a sentence per column below."""
-    chosen = [c for c in columns(comparison) if not short or c[0] in SHORT or c[0].endswith("AUROC")]
-    results = comparison.results
-    cells = [[cell(result) for _, cell, _ in chosen] for result in results]
-    headings = [heading for heading, _, _ in chosen]
-    widths = [max(map(len, column)) for column in zip(headings, *cells, strict=True)]
-    first = max(len(result.label) for result in results)
-
-    def line(label: str, values: Sequence[str]) -> str:
-        right = (value.rjust(width) for value, width in zip(values, widths, strict=True))
-        return "   ".join([label.ljust(first), *right])
-
-    lines = [line("", headings), "─" * len(line("", headings))]
-    lines += [line(result.label, values) for result, values in zip(results, cells, strict=True)]
-    width = max(map(len, headings))
-    sentences = [f"{heading.ljust(width)}  {sentence}" for heading, _, sentence in chosen]
-    missing = [f"{label}: not available here. {why}" for label, why in comparison.unavailable.items()]
-    return "\n".join([*lines, "", *sentences, *([""] if missing else []), *missing])
-
-
-def verdict(comparison: Comparison) -> list[str]:
+def verdict(results: list[Any]) -> list[str]:
     """Plain sentences about what the intervals say, whichever way it went."""
     sentences = []
-    for result in comparison.results:
+    for result in results:
         if result.name not in ("map", "temperature", "prior") or result.difference is None:
             continue
         difference, place = result.difference, f"[{result.difference.lower:+.4f}, {result.difference.upper:+.4f}]"
@@ -137,5 +163,5 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         else {"least": float(comparison.exact_ratio.min()), "median": float(comparison.exact_ratio.median())},
         "variance_over_prior": {name: float(ratio.median()) for name, ratio in comparison.contraction.items()},
         "information_captured": comparison.information,
-        "verdict": verdict(comparison),
+        "verdict": verdict(comparison.results),
     }

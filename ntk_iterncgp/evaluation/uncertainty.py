@@ -88,5 +88,10 @@ def regression_metrics(mean: Tensor, variance: Tensor, targets: Tensor) -> Regre
         level: float(((targets - mean).abs() <= standard_normal_quantile(level) * variance.sqrt()).double().mean())
         for level in LEVELS
     }
-    nll = 0.5 * (squares / variance + variance.log() + math.log(2 * math.pi))
+    nll = gaussian_losses(mean, variance, targets)
     return RegressionMetrics(float(squares.mean().sqrt()), float(nll.mean()), inside)
+
+
+def gaussian_losses(mean: Tensor, variance: Tensor, targets: Tensor) -> Tensor:
+    """−log N(y; mean, variance) at each input."""
+    return 0.5 * ((targets - mean).square() / variance + variance.log() + math.log(2 * math.pi))

@@ -11,8 +11,9 @@ from laplace.utils.enums import Likelihood
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from ntk_iterncgp.checkpoint import Checkpoint, open_call
 from ntk_iterncgp.data import FixedOrderData, Inputs, evaluating
-from ntk_iterncgp.laplace_addon.saving import fingerprint, flatten, same_fingerprint
+from ntk_iterncgp.laplace_addon.saving import fingerprint, flatten, identity, same_fingerprint
 from ntk_iterncgp.network import (
     CLUSTERS,
     MEANS,
@@ -155,13 +156,25 @@ class FittedNetwork(BaseFunctionalLaplace):
 
     # --- fitting -----------------------------------------------------------------------------------------------------
 
-    def fit(self, train_loader: DataLoader, override: bool = True, progress_bar: bool = False) -> None:
-        """Infer the posterior from all data of the loader. On failure the model and an earlier fit are as before."""
+    def fit(
+        self,
+        train_loader: DataLoader,
+        override: bool = True,
+        progress_bar: bool = False,
+        *,
+        checkpoint: Checkpoint | None = None,
+    ) -> None:
+        """Infer the posterior from all data of the loader. On failure the model and an earlier fit are as before.
+
+        With a `checkpoint` the work is saved as it goes, and the same call after a crash goes on from there.
+        """
         if not override:
             raise ValueError("override=False is not offered: the posterior is that of one data set. Fit on all of it.")
         _require_one_device(self.model)
         with evaluating(self.model):
-            self._take(fit_network(self._network(train_loader), self.settings, progress_bar=progress_bar))
+            network = self._network(train_loader)
+            call = open_call(checkpoint, "fit", lambda: identity(self, network))
+            self._take(fit_network(network, self.settings, progress_bar=progress_bar, call=call))
 
     def refine(
         self,
@@ -170,6 +183,7 @@ class FittedNetwork(BaseFunctionalLaplace):
         epochs: float | None = None,
         seconds: float | None = None,
         progress_bar: bool = False,
+        checkpoint: Checkpoint | None = None,
     ) -> None:
         """Spend more on the same data, from where the fit stopped: the variance only falls.
 
@@ -187,8 +201,9 @@ class FittedNetwork(BaseFunctionalLaplace):
         self._refresh_posterior()
         budget = Budget(epochs, seconds)
         with evaluating(self.model):
-            network = self._network(train_loader)
-            self._take(refine_network(self._fit, network, self.settings, budget, progress_bar=progress_bar))
+            network, fitted = self._network(train_loader), self._fit
+            call = open_call(checkpoint, "refine", lambda: identity(self, network, fitted, budget))
+            self._take(refine_network(fitted, network, self.settings, budget, progress_bar=progress_bar, call=call))
 
     def estimate_cost(self, train_loader: DataLoader) -> Cost:
         """Seconds, epochs and memory of a fit and of predictions, from timing one batch; prints as a table."""

@@ -1,18 +1,23 @@
-"""A fitted posterior as plain tensors and numbers, and whether a saved one belongs to the model at hand."""
+"""A fitted posterior as plain tensors and numbers, and whether a saved one, or a checkpoint, is of this model."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 from laplace.utils.enums import Likelihood
 from torch import Tensor, nn
 
+from ntk_iterncgp.digests import described, digest
+from ntk_iterncgp.network import Budget, LinearisedNetwork, NetworkFit
 from ntk_iterncgp.weight_posterior import WeightPosterior
 
 if TYPE_CHECKING:
     from ntk_iterncgp.laplace_addon.base import IterNCGPLaplace
+    from ntk_iterncgp.laplace_addon.fitting import FittedNetwork
 
 
 def flatten(parameters: Mapping[str, Tensor]) -> Tensor:  # (P,)
@@ -35,6 +40,32 @@ def same_fingerprint(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.allclose(one, other.to(one), rtol=1e-9, atol=1e-12)
 
 
+def identity(
+    la: FittedNetwork, network: LinearisedNetwork, fitted: NetworkFit | None = None, budget: Budget | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """By what a checkpoint is known again: settings of a fit, or of a refine and where it begins; and the model."""
+    own = {f.name: getattr(la.settings, f.name) for f in fields(la.settings)}
+    stopping, options = asdict(own.pop("stopping")), asdict(own.pop("options"))
+    settings = {
+        "flavour": type(la).__name__,
+        "likelihood": str(Likelihood(la.likelihood).value),
+        **described(own | stopping | options),
+        "prior_precision": described(network.prior_precision),
+        "prior_mean": described(network.prior_mean),
+        "noise_scale": float(network.noise_scale),
+        "weights": sum(network.layer_sizes),
+        "batch_size": network.data.batch_size,
+        "batches": len(network.data),
+        "dtype": str(network.jacobian.dtype),
+        "device": network.jacobian.device.type,
+    }
+    if fitted is not None and budget is not None:
+        settings |= {"epochs": budget.epochs, "seconds": budget.seconds, "epochs_before": fitted.report.epochs}
+        settings |= {"starts_from": described([fitted.posterior.noise_gram, fitted.posterior.images])}
+    model = {name: digest(value) for name, value in (*la.model.named_parameters(), *la.model.named_buffers())}
+    return settings, model
+
+
 def to_state_dict(la: IterNCGPLaplace) -> dict[str, Any]:
     return {
         **_identity(la),
@@ -52,7 +83,9 @@ def to_state_dict(la: IterNCGPLaplace) -> dict[str, Any]:
 
 
 def from_state_dict(la: IterNCGPLaplace, state: Mapping[str, Any]) -> None:
+    """Take over a saved posterior, all of it or, where anything about it is wrong, none."""
     _check(la, state)
+    _check_numbers(state, sum(la._layer_sizes()))
     la.posterior = WeightPosterior.from_dict(state["posterior"], la._layer_sizes(), la._device)
     la.mean, la._fingerprint = state["weights"].to(la._device), state["fingerprint"]
     la.prior_precision, la.prior_mean = state["prior_precision"], state["prior_mean"]
@@ -80,13 +113,66 @@ def _check(la: IterNCGPLaplace, saved: Mapping[str, Any]) -> None:
                 f"The saved posterior is expected to match this one, but its {key} is {_short(saved.get(key))} and "
                 f"here it is {_short(value)}. Make the Laplace object as it was made for the fit."
             )
-    weights = flatten(la._parameters())
-    same_weights = torch.equal(saved["weights"].to(weights), weights)
-    if not (same_weights and same_fingerprint(saved["fingerprint"], fingerprint(la.model))):
+    weights, found = flatten(la._parameters()), _part(saved, "weights", Tensor)
+    same_weights = found.shape == weights.shape and torch.equal(found.to(weights), weights)
+    if not (same_weights and same_fingerprint(_part(saved, "fingerprint", Tensor), fingerprint(la.model))):
         raise ValueError(
             "The saved posterior is expected to belong to this model, but its weights have other values. Load the "
             "weights that the posterior was fitted with."
         )
+
+
+def _check_numbers(state: Mapping[str, Any], num_weights: int) -> None:
+    """A posterior may come from a file, and a file may hold anything: each part has its type, shape, and numbers."""
+    posterior, P = _part(state, "posterior", Mapping), num_weights
+    images = _part(posterior, "images", Tensor)
+    B = images.shape[1] if images.ndim == 2 else -1
+    shapes: dict[str, tuple[tuple[int, ...], ...]] = {
+        "images": ((P, B),),
+        "noise_gram": ((B, B),),
+        "right_hand_side": ((B,),),
+        "prior_mean": ((1,), (P,)),
+        "curvature_diagonal": ((P,),),
+    }
+    for name, allowed in shapes.items():
+        value = _finite(posterior, name)
+        is_small = name not in ("images", "prior_mean")  # which are in the precision of the model
+        if tuple(value.shape) not in allowed or (is_small and value.dtype != torch.float64):
+            raise _damaged(name, f"{value.dtype} of shape {tuple(value.shape)}")
+    if B and float(posterior["noise_gram"].diagonal().min()) <= 0:
+        raise _damaged("noise_gram", "a matrix that is not positive definite")
+    _part(posterior, "anchor_share", float, int)
+    _part(posterior, "curvature_rank", int)
+    _part(posterior, "trace_is_exact", bool)
+    if len(posterior) != len(fields(WeightPosterior)) - 1:
+        raise _damaged("posterior", f"made of {_short(sorted(map(str, posterior)))}")
+    for name, sizes in (("prior_precision", (1, len(state["parameters"]), P)), ("sigma_noise", (1,))):
+        if not bool((_finite(state, name) > 0).all()) or state[name].numel() not in sizes:
+            raise _damaged(name, _short(state[name]))
+    if _finite(state, "prior_mean").numel() not in (1, P):
+        raise _damaged("prior_mean", _short(state["prior_mean"]))
+    for name in ("temperature", "loss", "n_data", "n_outputs"):
+        if not math.isfinite(_part(state, name, float, int)) or (name != "loss" and state[name] <= 0):
+            raise _damaged(name, _short(state[name]))
+
+
+def _part(state: Mapping[str, Any], name: str, *kinds: type) -> Any:
+    if not isinstance(state.get(name), kinds):
+        raise _damaged(name, type(state[name]).__name__ if name in state else "nothing")
+    return state[name]
+
+
+def _finite(state: Mapping[str, Any], name: str) -> Tensor:
+    value: Tensor = _part(state, name, Tensor)
+    if not value.is_floating_point() or not bool(torch.isfinite(value).all()):
+        raise _damaged(name, "NaN or infinity" if value.is_floating_point() else str(value.dtype))
+    return value
+
+
+def _damaged(name: str, found: str) -> ValueError:
+    return ValueError(
+        f"The saved posterior is expected to be whole, but its {name} is {found}. Save it again, or fit again."
+    )
 
 
 def _short(value: Any) -> str:

@@ -10,6 +10,7 @@ mean="refined"   Newton's method, from the network's outputs to the mode of the 
 
 from dataclasses import replace
 
+from ntk_iterncgp.checkpoint import UNSAVED, Call
 from ntk_iterncgp.network.cost import Cost, check_memory, estimate_cost
 from ntk_iterncgp.network.linearised import (
     CLUSTERS,
@@ -21,7 +22,8 @@ from ntk_iterncgp.network.linearised import (
     NetworkSettings,
 )
 from ntk_iterncgp.network.newton_fit import fit_by_products, refine_by_products
-from ntk_iterncgp.network.one_epoch import Progress, fit_by_clusters, refine_clusters
+from ntk_iterncgp.network.one_epoch import fit_by_clusters, refine_clusters
+from ntk_iterncgp.network.progress import Progress
 
 __all__ = [
     "CLUSTERS",
@@ -39,10 +41,12 @@ __all__ = [
 ]
 
 
-def fit_network(network: LinearisedNetwork, settings: NetworkSettings, *, progress_bar: bool = False) -> NetworkFit:
+def fit_network(
+    network: LinearisedNetwork, settings: NetworkSettings, *, progress_bar: bool = False, call: Call = UNSAVED
+) -> NetworkFit:
     check_memory(estimate_cost(network, settings, timed=False))
     fit = fit_by_clusters if settings.policy is None else fit_by_products
-    return replace(fit(network, settings, progress_bar=progress_bar), first_look=network.first_look())
+    return replace(fit(network, settings, progress_bar=progress_bar, call=call), first_look=network.first_look())
 
 
 def refine_network(
@@ -52,10 +56,11 @@ def refine_network(
     budget: Budget,
     *,
     progress_bar: bool = False,
+    call: Call = UNSAVED,
 ) -> NetworkFit:
     """Spend more on a fit, from where it stopped: the variance only falls."""
     assert fitted.first_look is not None
     fitted.first_look.check_same(network.first_look())
     refine = refine_clusters if settings.policy is None else refine_by_products
-    result = refine(fitted, network, settings, budget, progress_bar=progress_bar)
+    result = refine(fitted, network, settings, budget, progress_bar=progress_bar, call=call)
     return replace(result, first_look=fitted.first_look)

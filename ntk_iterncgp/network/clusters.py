@@ -332,13 +332,3 @@ def _missing_rows(data: FixedOrderData, swept: Tensor) -> Iterator[tuple[Tensor,
         if len(here):
             yield start + here, slice_rows(x, here, size)
         start += size
-
-
-def sweep_features(
-    jacobian: NetworkJacobian, data: FixedOrderData, features_of: Callable[[Inputs, Tensor], Tensor]
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:  # (b, C), (b, …), (b, D)
-    """Outputs, targets and features, batch by batch: one forward sweep."""
-    with torch.no_grad():
-        for x, y in data.batches():
-            outputs = jacobian.forward(x)
-            yield outputs, y, features_of(x, outputs)

@@ -11,13 +11,15 @@ k-means without the weights 81.8 %, groups at random 78.5 %.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from ntk_iterncgp.data import Inputs
+from ntk_iterncgp.priors.jacobian import Jacobian, NetworkJacobian
 
 ITERATIONS = 10
 SAMPLE_PER_GROUP = 64
@@ -120,3 +122,29 @@ def last_features(model: nn.Module) -> Iterator[Callable[[int], Tensor | None]]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextmanager
+def batch_features(jacobian: NetworkJacobian) -> Iterator[Callable[[Inputs, Tensor], Tensor]]:
+    """How to get the features of a batch after its forward pass."""
+    sketch = Sketch()
+    model = jacobian.model if isinstance(jacobian, Jacobian) else nn.Identity()
+    said: list[bool] = []
+    with last_features(model) as latest:
+
+        def features_of(x: Inputs, outputs: Tensor) -> Tensor:  # (b, D)
+            found = latest(len(outputs)) if isinstance(jacobian, Jacobian) else x
+            if found is None:
+                if not said:
+                    said.append(True)
+                    warnings.warn(
+                        "This model has no linear last layer whose inputs could tell which data belong together. They "
+                        "are grouped by outputs and inputs instead.",
+                        stacklevel=2,
+                    )
+                tensors = [t for t in (x.values() if isinstance(x, Mapping) else [x]) if isinstance(t, Tensor)]
+                flat = [t.flatten(1).float() for t in tensors if t.ndim > 1 and len(t) == len(outputs)]
+                found = torch.cat([outputs.float(), *flat], 1)
+            return sketch(found)
+
+        yield features_of

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
+from ntk_iterncgp.checkpoint import UNSAVED, Call
 from ntk_iterncgp.network.linearised import (
     PRODUCT_EPOCHS,
     Budget,
@@ -16,9 +18,11 @@ from ntk_iterncgp.network.linearised import (
     advice_after,
     checked_targets,
 )
+from ntk_iterncgp.network.progress import data_digests
 from ntk_iterncgp.priors.ntk import NetworkImages, NTKPrior, sweep_outputs
 from ntk_iterncgp.solver import (
     Anchor,
+    Position,
     Problem,
     RandomSubspace,
     Status,
@@ -28,12 +32,14 @@ from ntk_iterncgp.solver import (
     refine,
 )
 from ntk_iterncgp.solver.inner import inner_loop
-from ntk_iterncgp.solver.report import Record, Run, drive
+from ntk_iterncgp.solver.report import Record, Run, drive, seconds_spent
 from ntk_iterncgp.solver.state import State
 from ntk_iterncgp.weight_posterior import WeightPosterior
 
 
-def fit_by_products(network: LinearisedNetwork, settings: NetworkSettings, *, progress_bar: bool) -> NetworkFit:
+def fit_by_products(
+    network: LinearisedNetwork, settings: NetworkSettings, *, progress_bar: bool, call: Call = UNSAVED
+) -> NetworkFit:
     outputs, targets = sweep_outputs(network.jacobian, network.data)
     noise_scale = float(network.noise_scale)
     likelihood = network.likelihood(outputs, noise_scale)
@@ -58,19 +64,29 @@ def fit_by_products(network: LinearisedNetwork, settings: NetworkSettings, *, pr
     problem = Problem(prior, likelihood, targets, anchor)
     capacity = min(settings.stopping.max_products, problem.curvature_rank)
     start = initial_state(problem, seed=settings.seed, capacity=capacity)
-    return _finish(start, _run(start, settings), network, settings, progress_bar, history=[])
+    return _finish(start, lambda state: _run(state, settings), network, settings, progress_bar, [], call)
 
 
 def refine_by_products(
-    fitted: NetworkFit, network: LinearisedNetwork, settings: NetworkSettings, budget: Budget, *, progress_bar: bool
+    fitted: NetworkFit,
+    network: LinearisedNetwork,
+    settings: NetworkSettings,
+    budget: Budget,
+    *,
+    progress_bar: bool,
+    call: Call = UNSAVED,
 ) -> NetworkFit:
     """More products from where the last run stopped."""
     state = _with_data(fitted.progress, network)
     products = 10**9 if budget.epochs is None else max(1, round(budget.epochs / PRODUCT_EPOCHS))
     left = state.problem.curvature_rank - state.buffer.size
     stopping = replace(settings.stopping, max_products=max(1, min(products, left)))
-    run = _run(state, replace(settings, stopping=stopping), go_on=True)
-    return _finish(state, _until(run, state, budget), network, settings, progress_bar, history=fitted.report.history)
+    more, history = replace(settings, stopping=stopping), fitted.report.history
+
+    def run(state: State) -> Run:
+        return _until(_run(state, more, go_on=True), state, budget, seconds_spent(call, history))
+
+    return _finish(state, run, network, more, progress_bar, history, call)
 
 
 def _with_data(state: State, network: LinearisedNetwork) -> State:
@@ -81,9 +97,9 @@ def _with_data(state: State, network: LinearisedNetwork) -> State:
     return state
 
 
-def _until(run: Run, state: State, budget: Budget) -> Run:
+def _until(run: Run, state: State, budget: Budget, spent: float) -> Run:
     """A run that ends when the seconds are spent."""
-    started = time.perf_counter()
+    started = time.perf_counter() - spent
     while True:
         try:
             state = next(run)
@@ -102,12 +118,17 @@ def _run(state: State, settings: NetworkSettings, *, go_on: bool = False) -> Run
 
 def _finish(
     state: State,
-    run: Run,
+    run: Callable[[State], Run],
     network: LinearisedNetwork,
     settings: NetworkSettings,
     progress_bar: bool,
     history: list[Record],
+    call: Call,
 ) -> NetworkFit:
+    data = None
+    if call.is_kept:
+        data = data_digests(network.data)
+        call.check_data(data)
     state, report = drive(
         run,
         state,
@@ -115,6 +136,8 @@ def _finish(
         progress_bar=progress_bar,
         callback=None,
         history=history,
+        call=call,
+        data=data,
     )
     posterior = _weight_posterior(state, network, settings.mean == "refined")
     report = replace(
@@ -145,30 +168,31 @@ def _loss(state: State, classification: bool, refined: bool) -> float:
 
 def _linear_run(state: State, settings: NetworkSettings) -> Run:
     """One linear system at the network's outputs: all products go into the variance."""
-    prior = state.problem.prior
-    limit = prior.num_products + settings.stopping.max_products
-    status = Status.EXHAUSTED
-    for policy in (settings.product_policy, RandomSubspace()):
-        left = limit - prior.num_products
-        if status is Status.EXHAUSTED and left > 0:
-            state, status = yield from inner_loop(state, policy, max_products=left, residual_tol=0.0)
+    prior, resumed = state.problem.prior, state.position is not None
+    at = state.position or Position(prior.num_products + settings.stopping.max_products)
+    status, policies = Status.EXHAUSTED, (settings.product_policy, RandomSubspace())
+    for stage in range(at.stage, len(policies)):
+        left, is_first = at.limit - prior.num_products, resumed and stage == at.stage
+        if is_first or (status is Status.EXHAUSTED and left > 0):
+            state = state.with_counters(position=replace(at, stage=stage))
+            state, status = yield from inner_loop(state, policies[stage], max_products=left, residual_tol=0.0)
     max_rank = settings.options.max_rank
     if max_rank is not None and state.buffer.size > max_rank:
-        state = compress(state, max_rank, settings.options.compression)
+        state = replace(compress(state, max_rank, settings.options.compression), position=None)
         yield state
     return state, status
 
 
 def _refined_run(state: State, settings: NetworkSettings, go_on: bool) -> Run:
     """Newton to the mode, then what is left of the products into the variance."""
-    prior = state.problem.prior
-    limit = prior.num_products + settings.stopping.max_products
-    status = Status.CONVERGED
-    if not go_on:
+    prior, at = state.problem.prior, state.position
+    limit = prior.num_products + settings.stopping.max_products if at is None else at.limit
+    is_refining, status = at is not None and at.stage > 0, Status.CONVERGED
+    if not go_on and not is_refining:
         state, status = yield from newton(state, settings.product_policy, settings.stopping, settings.options)
     left = limit - prior.num_products
-    if left > 0:
-        rest = replace(settings.stopping, max_products=left)
+    if left > 0 or is_refining:
+        rest = replace(settings.stopping, max_products=max(1, left))
         state, status = yield from refine(state, settings.product_policy, rest, settings.options)
     return state, status
 

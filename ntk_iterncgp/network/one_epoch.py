@@ -9,18 +9,19 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm.auto import tqdm
 
-from ntk_iterncgp.data import Inputs
+from ntk_iterncgp.checkpoint import UNSAVED, Call
 from ntk_iterncgp.interrupt import Interrupt, interruptible
-from ntk_iterncgp.network.clusters import Clusters, Pass, sweep_features
-from ntk_iterncgp.network.grouping import Sketch, last_features
+from ntk_iterncgp.network.clusters import Clusters, Pass
+from ntk_iterncgp.network.grouping import batch_features
 from ntk_iterncgp.network.linearised import (
     Budget,
     LinearisedNetwork,
@@ -29,7 +30,16 @@ from ntk_iterncgp.network.linearised import (
     advice_after,
     checked_targets,
 )
-from ntk_iterncgp.priors.jacobian import Jacobian
+from ntk_iterncgp.network.progress import (
+    Progress,
+    Turn,
+    batch_digests,
+    check_data,
+    data_digests,
+    from_content,
+    seen_batches,
+    to_content,
+)
 from ntk_iterncgp.priors.ntk import NTKPrior
 from ntk_iterncgp.solver.report import FitReport, Record
 from ntk_iterncgp.solver.stopping import Status
@@ -38,21 +48,14 @@ from ntk_iterncgp.weight_posterior import WeightPosterior
 METER_READINGS = 2  # in the first sweep: each costs P·B² operations
 
 
-@dataclass(eq=False)
-class Progress:
-    """Where a fit stands."""
-
-    clusters: Clusters
-    curvature_diagonal: Tensor  # of JᵀWJ (P,)
-    trace_is_exact: bool
-    epochs: float
-    seconds: float
-    history: list[Record] = field(default_factory=list)
-
-
-def fit_by_clusters(network: LinearisedNetwork, settings: NetworkSettings, *, progress_bar: bool) -> NetworkFit:
+def fit_by_clusters(
+    network: LinearisedNetwork, settings: NetworkSettings, *, progress_bar: bool, call: Call = UNSAVED
+) -> NetworkFit:
     started = time.perf_counter()
-    clusters = _look(network, settings, progress_bar)
+    check_data(call, network.data)
+    if call.saved is not None and "look" not in call.saved:
+        return _taken_up(call, network, settings, Budget(), progress_bar)
+    clusters, data = _look(network, settings, progress_bar, call)
     prior = NTKPrior(
         network.jacobian,
         network.data,
@@ -62,155 +65,175 @@ def fit_by_clusters(network: LinearisedNetwork, settings: NetworkSettings, *, pr
     )
     diagonal = prior.curvature_diagonal(lambda rows, block: clusters.curvature(block, rows))
     progress = Progress(clusters, diagonal, prior.trace_is_exact, 1 / 3, time.perf_counter() - started)
-    budget = Budget(settings.max_epochs if settings.max_epochs is not None else math.inf)
-    return _spend(progress, network, settings, budget, 1, progress_bar)
+    turn = Turn(settings.max_epochs, max_passes=1)
+    return Spending(progress, turn, network, settings, Budget(), call, data, progress_bar).run()
 
 
 def refine_clusters(
-    fitted: NetworkFit, network: LinearisedNetwork, settings: NetworkSettings, budget: Budget, *, progress_bar: bool
+    fitted: NetworkFit,
+    network: LinearisedNetwork,
+    settings: NetworkSettings,
+    budget: Budget,
+    *,
+    progress_bar: bool,
+    call: Call = UNSAVED,
 ) -> NetworkFit:
     """Finish a pass that was cut short, then passes in other directions and other groups."""
+    check_data(call, network.data)
+    if call.saved is not None:
+        return _taken_up(call, network, settings, budget, progress_bar)
     progress: Progress = fitted.progress
     progress = replace(
         progress,
         clusters=progress.clusters.copy(),
         history=[*progress.history],
     )
-    if budget.epochs is not None:
-        budget = replace(budget, epochs=progress.epochs + budget.epochs)
-    return _spend(progress, network, settings, budget, None, progress_bar)
+    turn = Turn(None if budget.epochs is None else progress.epochs + budget.epochs, max_passes=None)
+    data = data_digests(network.data) if call.is_kept else None
+    return Spending(progress, turn, network, settings, budget, call, data, progress_bar).run()
 
 
-def _look(network: LinearisedNetwork, settings: NetworkSettings, progress_bar: bool) -> Clusters:
-    """The forward sweep: outputs, targets and features of all data."""
-    outputs: list[Tensor] = []
-    targets: list[Tensor] = []
-    features: list[Tensor] = []
-    with _features(network) as features_of:
-        sweep = sweep_features(network.jacobian, network.data, features_of)
-        for batch in tqdm(sweep, total=len(network.data), desc="Outputs", disable=not progress_bar, leave=False):
-            for collected, part in zip((outputs, targets, features), batch, strict=True):
-                collected.append(part)
-    latent = torch.cat(outputs).double()
+def _taken_up(
+    call: Call, network: LinearisedNetwork, settings: NetworkSettings, budget: Budget, progress_bar: bool
+) -> NetworkFit:
+    """Where it was saved, or its result if it had ended."""
+    progress, turn = from_content(call.saved, network)
+    data, ended = call.saved["data"], call.saved["status"]
+    call.forget()
+    if ended is None:
+        return Spending(progress, turn, network, settings, budget, call, data, progress_bar).run()
+    call.end(dict)
+    return _result(progress, network, settings, Status(ended))
+
+
+def _look(
+    network: LinearisedNetwork, settings: NetworkSettings, progress_bar: bool, call: Call
+) -> tuple[Clusters, Tensor | None]:
+    """The forward sweep: outputs, targets and features of all data; and digests, where these are saved."""
+    seen = seen_batches(call, network.jacobian.device)
+    batches = islice(network.data.batches(), len(seen), None)
+    bar = tqdm(
+        batches, initial=len(seen), total=len(network.data), desc="Outputs", disable=not progress_bar, leave=False
+    )
+    with batch_features(network.jacobian) as features_of, torch.no_grad():
+        for x, y in bar:
+            outputs = network.jacobian.forward(x)
+            digests = batch_digests(network.data, x, y) if call.is_kept else y[:0]
+            seen.append((outputs, y, features_of(x, outputs), digests))
+            call.offer(lambda: {"look": seen, "data": torch.cat([batch[3].cpu() for batch in seen])})
+    columns = list(zip(*seen, strict=True))
+    latent, targets, features = torch.cat(columns[0]).double(), torch.cat(columns[1]), columns[2]
     likelihood = network.likelihood(latent, noise=1.0)
-    checked = checked_targets(likelihood, latent, torch.cat(targets))
+    checked = checked_targets(likelihood, latent, targets)
     generator = torch.Generator().manual_seed(settings.seed)
     same_width = len({part.shape[1] for part in features}) == 1  # or else batches are padded, each to its own length
-    return Clusters(likelihood, latent, checked, torch.cat(features) if same_width else latent.float(), generator)
+    clusters = Clusters(likelihood, latent, checked, torch.cat(features) if same_width else latent.float(), generator)
+    return clusters, torch.cat([part.cpu() for part in columns[3]]) if call.is_kept else None
 
 
-@contextmanager
-def _features(network: LinearisedNetwork) -> Iterator[Callable[[Inputs, Tensor], Tensor]]:
-    """How to get the features of a batch after its forward pass."""
-    jacobian, sketch = network.jacobian, Sketch()
-    model = jacobian.model if isinstance(jacobian, Jacobian) else nn.Identity()
-    said: list[bool] = []
-    with last_features(model) as latest:
+@dataclass(eq=False)
+class Spending:
+    """One call of fit or refine: passes until the budget is spent, saved as they go."""
 
-        def features_of(x: Inputs, outputs: Tensor) -> Tensor:  # (b, D)
-            found = latest(len(outputs)) if isinstance(jacobian, Jacobian) else x
-            if found is None:
-                if not said:
-                    said.append(True)
-                    warnings.warn(
-                        "This model has no linear last layer whose inputs could tell which data belong together. They "
-                        "are grouped by outputs and inputs instead.",
-                        stacklevel=2,
-                    )
-                tensors = [t for t in (x.values() if isinstance(x, Mapping) else [x]) if isinstance(t, Tensor)]
-                flat = [t.flatten(1).float() for t in tensors if t.ndim > 1 and len(t) == len(outputs)]
-                found = torch.cat([outputs.float(), *flat], 1)
-            return sketch(found)
+    progress: Progress
+    turn: Turn
+    network: LinearisedNetwork
+    settings: NetworkSettings
+    budget: Budget  # of which the seconds count here; epochs are counted in `turn`, from the first
+    call: Call
+    data: Tensor | None  # digests (N,)
+    progress_bar: bool
+    interrupt: Interrupt = field(default_factory=Interrupt)
 
-        yield features_of
+    def run(self) -> NetworkFit:
+        """The posterior of what was swept."""
+        progress, turn, clusters = self.progress, self.turn, self.progress.clusters
+        self.started = time.perf_counter() - turn.seconds
+        self.meter = Meter(progress, self.network, self.started)
+        if turn.missing is None:
+            turn.rank = clusters.rank if clusters.passes else 0
+        with interruptible() as self.interrupt:
+            status = self._passes()
+        progress.seconds += time.perf_counter() - self.started
+        if status is Status.INTERRUPTED:
+            share = float(clusters.passes[-1].counted().double().mean())
+            warnings.warn(
+                f"The run was interrupted with {100 * share:.0f} % of the data of this pass in the posterior, which is "
+                "valid for them. refine(train_loader, …) goes on with the rest.",
+                stacklevel=4,
+            )
+        else:
+            self.call.end(lambda: to_content(progress, turn, status, self.data))
+        return _result(progress, self.network, self.settings, status)
 
+    def _passes(self) -> Status:
+        turn, clusters = self.turn, self.progress.clusters
+        while turn.missing is not None or not (self._is_spent() or turn.passes == turn.max_passes):
+            if turn.missing is None:
+                turn.was_cut_short = bool(clusters.passes) and not clusters.passes[-1].is_complete
+                self._begin_pass()
+            is_finished = self._sweep(clusters.passes[-1])
+            turn.passes, turn.missing = turn.passes + 1, None
+            if self.interrupt.requested:
+                return Status.INTERRUPTED
+            if not is_finished:
+                return Status.BUDGET
+            known, turn.rank = turn.rank, clusters.rank
+            if turn.rank == clusters.max_rank or (turn.rank == known and not turn.was_cut_short):
+                return Status.EXHAUSTED
+        return Status.BUDGET
 
-def _spend(
-    progress: Progress,
-    network: LinearisedNetwork,
-    settings: NetworkSettings,
-    budget: Budget,
-    max_passes: int | None,
-    progress_bar: bool,
-) -> NetworkFit:
-    """Passes until the budget is spent; the posterior of what was swept."""
-    started, before = time.perf_counter(), progress.seconds
-    clusters, status, passes = progress.clusters, Status.BUDGET, 0
-    rank = clusters.rank if clusters.passes else 0
-    meter = Meter(progress, network, started)
-    with interruptible() as interrupt:
-        while not budget.is_spent(progress.epochs, started) and (max_passes is None or passes < max_passes):
-            resumed = bool(clusters.passes) and not clusters.passes[-1].is_complete
-            target = _next_pass(clusters, network, settings)
-            finished = _sweep(target, progress, network, settings, budget, meter, interrupt, progress_bar, started)
-            passes += 1
-            if interrupt.requested:
-                status = Status.INTERRUPTED
-                break
-            if not finished:
-                break
-            known, rank = rank, clusters.rank
-            if rank == clusters.max_rank or (rank == known and not resumed):
-                status = Status.EXHAUSTED
-                break
-    if status is Status.INTERRUPTED:
-        share = float(clusters.passes[-1].counted().double().mean())
-        warnings.warn(
-            f"The run was interrupted with {100 * share:.0f} % of the data of this pass in the posterior, which is "
-            "valid for them. refine(train_loader, …) goes on with the rest.",
-            stacklevel=4,
-        )
-    progress.seconds = before + time.perf_counter() - started
-    return _result(progress, network, settings, status)
+    def _begin_pass(self) -> None:
+        """The one that was cut short, or a new one."""
+        clusters, network = self.progress.clusters, self.network
+        if self.turn.was_cut_short:
+            last = clusters.passes[-1]
+            clusters.passes[-1] = replace(last, images=last.images.clone(), swept=last.swept.clone())
+        else:
+            like = torch.empty(0, dtype=network.jacobian.dtype, device=network.jacobian.device)
+            directions = clusters.directions(self.settings.cotangents)
+            target = clusters.new_pass(directions, self.settings.num_actions, like, network.jacobian.num_params)
+            clusters.passes.append(target)
+        self.turn.missing = int((~clusters.passes[-1].swept).sum())
+        self.turn.done = self.turn.readings = 0
 
+    def _sweep(self, target: Pass) -> bool:
+        """Whether the pass was finished."""
+        progress, turn, network = self.progress, self.turn, self.network
+        missing = turn.missing or 0
+        per_datum = (1 + 2 * len(target.directions)) / 3 / len(target.labels)
+        is_first = len(progress.clusters.passes) == 1
+        sweep = progress.clusters.sweep(target, network.jacobian, network.data, self.settings.chunk_bytes)
+        bar = tqdm(initial=turn.done, total=missing, desc="IterNCGP", unit="data", disable=not self.progress_bar)
+        with closing(sweep), bar:
+            try:
+                for size in sweep:
+                    turn.done += size
+                    progress.epochs += size * per_datum
+                    bar.update(size)
+                    if is_first and turn.done * METER_READINGS >= (turn.readings + 1) * missing and turn.done < missing:
+                        turn.readings += 1
+                        bar.set_postfix_str(self.meter.read())
+                    if self._is_spent():
+                        break
+                    if self.interrupt.requested:
+                        self.call.save(self._content())
+                        break
+                    self.call.offer(self._content)
+            except KeyboardInterrupt:
+                if self.interrupt.requested:  # asked a second time: a batch may have been cut in two, nothing is kept
+                    raise
+                self.interrupt.requested = True
+            if turn.done and (not progress.history or progress.history[-1].epochs != progress.epochs):
+                bar.set_postfix_str(self.meter.read())
+        return turn.done == missing
 
-def _next_pass(clusters: Clusters, network: LinearisedNetwork, settings: NetworkSettings) -> Pass:
-    """The one that was cut short, or a new one."""
-    if clusters.passes and not clusters.passes[-1].is_complete:
-        last = clusters.passes[-1]
-        clusters.passes[-1] = replace(last, images=last.images.clone(), swept=last.swept.clone())
-    else:
-        like = torch.empty(0, dtype=network.jacobian.dtype, device=network.jacobian.device)
-        directions = clusters.directions(settings.cotangents)
-        target = clusters.new_pass(directions, settings.num_actions, like, network.jacobian.num_params)
-        clusters.passes.append(target)
-    return clusters.passes[-1]
+    def _is_spent(self) -> bool:
+        return replace(self.budget, epochs=self.turn.max_epochs).is_spent(self.progress.epochs, self.started)
 
-
-def _sweep(
-    target: Pass,
-    progress: Progress,
-    network: LinearisedNetwork,
-    settings: NetworkSettings,
-    budget: Budget,
-    meter: Meter,
-    interrupt: Interrupt,
-    progress_bar: bool,
-    started: float,
-) -> bool:
-    """Whether the pass was finished."""
-    num_data, missing = len(target.labels), int((~target.swept).sum())
-    per_datum = (1 + 2 * len(target.directions)) / 3 / num_data
-    done, readings, first = 0, 0, len(progress.clusters.passes) == 1
-    sweep = progress.clusters.sweep(target, network.jacobian, network.data, settings.chunk_bytes)
-    with closing(sweep), tqdm(total=missing, desc="IterNCGP", unit="data", disable=not progress_bar) as bar:
-        try:
-            for size in sweep:
-                done += size
-                progress.epochs += size * per_datum
-                bar.update(size)
-                if first and done * METER_READINGS >= (readings + 1) * missing and done < missing:
-                    readings += 1
-                    bar.set_postfix_str(meter.read())
-                if interrupt.requested or budget.is_spent(progress.epochs, started):
-                    break
-        except KeyboardInterrupt:
-            if interrupt.requested:  # asked for a second time: a batch may have been cut in two, so nothing is kept
-                raise
-            interrupt.requested = True
-        if done and (not progress.history or progress.history[-1].epochs != progress.epochs):
-            bar.set_postfix_str(meter.read())
-    return done == missing
+    def _content(self) -> dict[str, Any]:
+        self.turn.seconds = time.perf_counter() - self.started
+        return to_content(self.progress, self.turn, None, self.data)
 
 
 class Meter:

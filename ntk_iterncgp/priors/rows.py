@@ -48,10 +48,12 @@ class DenseRows(Rows):
         return (self.jacobian @ weights.to(self.jacobian.dtype)).double()
 
     def covariance(self, variance: Tensor, *, joint: bool = False) -> Tensor:
-        scaled = self.jacobian * variance.sqrt().to(self.jacobian.dtype)
+        one = variance.numel() == 1  # for all weights: no second copy of J
+        scaled = self.jacobian if one else self.jacobian * variance.sqrt().to(self.jacobian.dtype)
         if joint:
             scaled = scaled.flatten(0, 1)
-        return (scaled @ scaled.mT).double()
+        product = (scaled @ scaled.mT).double()
+        return product * variance.double() if one else product
 
     def by_layer(self, weights: Tensor, sizes: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor]]:
         for rows, part in zip(self.jacobian.split(sizes, 2), weights.split(sizes), strict=True):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
-from ntk_iterncgp.config import ConfigError, nearest, parsed, read_settings, typed_value
+from ntk_iterncgp.settings import ConfigError, nearest, parsed, read_settings, typed_value
 
 
 @dataclass(frozen=True)

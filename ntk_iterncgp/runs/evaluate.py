@@ -1,135 +1,156 @@
-"""`ntk-iterncgp evaluate`: how good are the probabilities, beside what else one could do?."""
+"""`ntk-iterncgp evaluate`: how good are the predictions, beside what else one could do?
+
+What is evaluated is what `fit` makes of the same settings. The hyperparameters of every method, ours too, are chosen
+once more by the protocol of the settings: all are on one footing, and none is scored on what it was tuned on.
+"""
 
 from __future__ import annotations
 
-import math
 import resource
 import sys
-from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
-from ntk_iterncgp import kernels
 from ntk_iterncgp.config import RunConfig, as_plain
 from ntk_iterncgp.datasets import labels_of
+from ntk_iterncgp.evaluation import figures, regression_report, report
 from ntk_iterncgp.evaluation.compare import Comparison, Stopwatch, compare_families, compare_network
 from ntk_iterncgp.evaluation.families import Family, Tabulated, Tempered
-from ntk_iterncgp.evaluation.html import write_report
-from ntk_iterncgp.evaluation.report import as_json, table, verdict
+from ntk_iterncgp.evaluation.html import Page, cost_note, cost_table, write_report
+from ntk_iterncgp.evaluation.pictures import cards
+from ntk_iterncgp.evaluation.regression import RegressionComparison
 from ntk_iterncgp.files import write_json, write_text
-from ntk_iterncgp.gp import NonConjugateGP
-from ntk_iterncgp.likelihoods import Softmax
-from ntk_iterncgp.runs.fit import fit_network, save, saved_fit
+from ntk_iterncgp.runs.fit import Fitted, fitted_to, save, saved_fit
 from ntk_iterncgp.runs.flavour import check_keywords
-from ntk_iterncgp.runs.prepare import Setting, num_weights, prepare, prepare_model
+from ntk_iterncgp.runs.kernel import flat_inputs
+from ntk_iterncgp.runs.predictor import KernelPredictor, NetworkPredictor
+from ntk_iterncgp.runs.prepare import Setting, num_weights, prepare
+from ntk_iterncgp.runs.targets import INPUTS_AT_ONCE, compare_targets
 
-TEST_CHUNK = 500
+NUM_PICTURES = 6  # of the most certain test images, and of the least
 
 
-def evaluate(config: RunConfig, *, command: str = "evaluate", title: str | None = None) -> Comparison:
+def evaluate(
+    config: RunConfig, *, command: str = "evaluate", title: str | None = None
+) -> Comparison | RegressionComparison:
     """The whole command: prints a table, writes `report.html`, `results.json` and `table.txt`."""
+    check_keywords(config)
     setting = prepare(config, command)
-    if config.kernel.name is None:
-        check_keywords(config)
-        comparison, report, about = _network(setting)
-    else:
-        comparison, report, about = _kernel(setting)
-    log, folder = setting.log, setting.folder
-    text = table(comparison)
-    log(f"\n{table(comparison, short=True)}\n")
-    for sentence in verdict(comparison):
-        log(sentence)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    cost = {"seconds": log.seconds, "peak_memory_bytes": peak, "threads": torch.get_num_threads()}
-    write_text(folder / "table.txt", text + "\n")
-    write_json(
-        folder / "results.json",
-        {"config": as_plain(config), "about": about, "fit": report, **as_json(comparison), "cost": cost},
-    )
+    fitted = saved_fit(setting)
+    if fitted is None:
+        with setting.saved_as_it_goes():
+            fitted = fitted_to(setting)
+            save(setting, fitted)
+    about = _about(setting, fitted)
+    of_user = config.data.train is not None and config.data.name in ("arrays", "image_folder")
+    data_name = Path(str(config.data.train)).stem if of_user else config.data.name
+    title = title or f"{data_name}, {config.kernel.name or config.model.name}"
+    if setting.data.task == "regression":
+        return _finish_targets(setting, fitted, about, title)
+    return _finish_classes(setting, fitted, about, title)
+
+
+def _finish_classes(setting: Setting, fitted: Fitted, about: dict[str, Any], title: str) -> Comparison:
+    comparison = _compare_classes(setting, fitted)
+    table = report.results_table(comparison)
     pictures = _pictures(setting, comparison)
-    write_report(
-        folder / "report.html",
-        comparison,
-        title=title or f"{config.data.name}, {config.model.name if config.kernel.name is None else config.kernel.name}",
-        config=config,
-        about=about,
-        fit=report,
-        cost=cost,
-        pictures=pictures,
-        class_names=setting.data.class_names,
+    _finish(
+        setting,
+        fitted,
+        about,
+        Page(
+            title=title,
+            summary=report.summary(comparison, setting.config, about, fitted.report),
+            verdict=report.verdict(comparison.results),
+            results=table,
+            others=report.others_table(comparison),
+            panels=figures.panels(comparison, fitted.report),
+            pictures=cards(comparison["ours"].probabilities, comparison.labels, pictures, setting.data.class_names),
+            costs=cost_table(comparison.results, fitted.report),
+            cost_note=cost_note(_cost(setting), comparison.rows_seconds),
+        ),
+        shown=report.on_screen(comparison),
+        numbers=report.as_json(comparison),
     )
-    log(f"\nReport:  {folder / 'report.html'}\nNumbers: {folder / 'results.json'}\nTook {log.seconds:.0f} s.")
     return comparison
 
 
-def _network(setting: Setting) -> tuple[Comparison, dict[str, Any], dict[str, Any]]:
-    earlier = saved_fit(setting)
-    fitted = earlier or fit_network(setting, prepare_model(setting))
-    if earlier is None:
-        save(setting, fitted)
-    about = {
-        "weights": num_weights(fitted.model),
-        "data": len(setting.data.train),  # type: ignore[arg-type]
-        "rank": fitted.la.posterior.rank,
-    }
-    comparison = compare_network(fitted.la, fitted.model, setting.data, setting.config, setting.log)
-    if earlier is None and setting.config.tuning.protocol != "none":  # so that `predict` is calibrated, too
-        values = comparison["ours"].values
-        fitted.la.prior_precision = math.exp(sum(map(math.log, values)) / len(values))
-        save(setting, fitted)
-    return comparison, fitted.report, about
-
-
-def _kernel(setting: Setting) -> tuple[Comparison, dict[str, Any], dict[str, Any]]:
-    """A Gaussian process with a kernel in the place of the network: its hyperparameters are those of the settings."""
-    config, data, watch = setting.config, setting.data, Stopwatch()
-    k, C = config.kernel, data.num_classes
-    kernel = getattr(kernels, str(k.name))(lengthscale=k.lengthscale, outputscale=k.outputscale)
-    gp = NonConjugateGP(
-        kernel,
-        Softmax(C),
-        policy=k.policy,
-        max_products=k.max_products,
-        products_per_step=k.products_per_step,
-        max_rank=k.max_rank,
-        seed=config.seed,
+def _finish_targets(setting: Setting, fitted: Fitted, about: dict[str, Any], title: str) -> RegressionComparison:
+    comparison = compare_targets(setting, fitted.predictor, fitted.model)
+    table = regression_report.results_table(comparison)
+    _finish(
+        setting,
+        fitted,
+        about,
+        Page(
+            title=title,
+            summary=regression_report.summary(comparison, setting.config, about, fitted.report),
+            verdict=report.verdict(comparison.results),
+            results=table,
+            others=None,
+            panels=regression_report.panels(comparison, fitted.report),
+            pictures="",
+            costs=cost_table(comparison.results, fitted.report),
+            cost_note=cost_note(_cost(setting), 0.0),
+        ),
+        shown=table.text(),
+        numbers=regression_report.as_json(comparison),
     )
-    X, y = _flat_inputs(data.train, setting), labels_of(data.train)
-    setting.log(f"Fitting: {gp!r} to {len(X):,} data")
-    with watch("fit ours"):
-        gp.fit(X, y, progress_bar=True)
-        if gp.report_.status == "interrupted":
-            raise KeyboardInterrupt
-        if k.refine_products:
-            gp.refine(k.refine_products, progress_bar=True)
-    setting.log(str(gp.report_))
-    sets = {"test": data.test, **data.ood}
+    return comparison
+
+
+def _finish(
+    setting: Setting, fitted: Fitted, about: dict[str, Any], page: Page, *, shown: str, numbers: dict[str, Any]
+) -> None:
+    """The same end for all: the table on the screen, then the files."""
+    log, folder, config = setting.log, setting.folder, setting.config
+    log(f"\n{shown}\n")
+    for sentence in page.verdict:
+        log(sentence)
+    tables = [page.results.text(), *([page.others.text()] if page.others else [])]
+    write_text(folder / "table.txt", "\n\n".join(tables) + "\n")
+    content = {"config": as_plain(config), "about": about, "fit": fitted.report, **numbers, "cost": _cost(setting)}
+    write_json(folder / "results.json", content)
+    write_report(folder / "report.html", page, config)
+    log(f"\nReport:  {folder / 'report.html'}\nNumbers: {folder / 'results.json'}\nTook {log.seconds:.0f} s.")
+
+
+def _about(setting: Setting, fitted: Fitted) -> dict[str, Any]:
+    about: dict[str, Any] = {"data": len(setting.data.train), "rank": fitted.report["rank"]}  # type: ignore[arg-type]
+    if isinstance(fitted.predictor, KernelPredictor):
+        return {**about, "kernel": repr(fitted.predictor.prior.kernels[0])}
+    assert fitted.model is not None
+    return {**about, "weights": num_weights(fitted.model)}
+
+
+def _cost(setting: Setting) -> dict[str, Any]:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return {"seconds": setting.log.seconds, "peak_memory_bytes": peak, "threads": torch.get_num_threads()}
+
+
+def _compare_classes(setting: Setting, fitted: Fitted) -> Comparison:
+    config, data = setting.config, setting.data
+    if isinstance(fitted.predictor, NetworkPredictor):
+        assert fitted.model is not None
+        return compare_network(fitted.predictor.la, fitted.model, data, config, setting.log)
+    watch, sets = Stopwatch(), {"test": data.test, **data.ood}
     with watch("see ours"):
-        inputs = torch.cat([_flat_inputs(part, setting) for part in sets.values()])
-        parts = [gp.latent(x) for x in inputs.split(TEST_CHUNK)]
+        inputs = torch.cat([flat_inputs(part, data.scaling, data.input_shape) for part in sets.values()])
+        parts = [fitted.predictor.latent(x) for x in inputs.split(INPUTS_AT_ONCE)]
     mean, covariance = (torch.cat(part) for part in zip(*parts, strict=True))
     one = torch.ones(1, dtype=torch.float64)
-    samples = config.evaluate.link_samples
     families: dict[str, Family] = {
         "map": Tempered(mean, one),
         "temperature": Tempered(mean, torch.logspace(-1, 1, 161, dtype=torch.float64)),
-        "ours": Tabulated(mean, covariance[None], one, 1.0, samples),
+        "ours": Tabulated(mean, covariance[None], one, 1.0, config.evaluate.link_samples),
     }
     families = {name: family for name, family in families.items() if name in (*config.evaluate.baselines, "ours")}
     sizes = {name: len(part) for name, part in sets.items()}  # type: ignore[arg-type]
-    comparison = compare_families(
-        families, labels_of(data.test), sizes, config, setting.log, watch=watch, unavailable={}
-    )
-    return comparison, asdict(gp.report_), {"data": len(X), "rank": gp.report_.rank, "kernel": repr(kernel)}
-
-
-def _flat_inputs(data: Dataset[Any], setting: Setting) -> Tensor:  # (N, d), in [0, 1]
-    """Kernels measure distances between pixels as they are."""
-    loader = DataLoader(data, setting.config.data.batch_size)
-    return torch.cat([setting.data.scaling.undo(x).flatten(1) for x, _ in loader])
+    labels = labels_of(data.test)
+    return compare_families(families, labels, sizes, config, setting.log, watch=watch, unavailable={})
 
 
 def _pictures(setting: Setting, comparison: Comparison) -> dict[int, Tensor]:
@@ -137,7 +158,7 @@ def _pictures(setting: Setting, comparison: Comparison) -> dict[int, Tensor]:
     if len(setting.data.input_shape) != 3 or setting.data.input_shape[0] not in (1, 3):
         return {}
     confidence = comparison["ours"].probabilities.max(1).values
-    order, count = confidence.argsort(descending=True, stable=True).tolist(), 6
+    order, count = confidence.argsort(descending=True, stable=True).tolist(), NUM_PICTURES
     chosen = order[:count] + order[-count:] if len(order) >= 2 * count else order
     images = {}
     for place in chosen:

@@ -1,7 +1,7 @@
-"""`ntk-iterncgp fit`: a posterior file from a network and its training data.
+"""`ntk-iterncgp fit`: a posterior file from a network, or a kernel, and its training data.
 
 The file holds everything `predict` needs: the posterior, the network's weights and buffers, how inputs were scaled, and
-the settings. The prior precision is the one with the least NLL on test inputs that are put aside for it.
+the settings. How the prior precision is chosen is in `tune.py`.
 """
 
 from __future__ import annotations
@@ -11,52 +11,54 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader
 
 from ntk_iterncgp.config import ConfigError, RunConfig, as_plain
-from ntk_iterncgp.evaluation.compare import precision_grid
-from ntk_iterncgp.evaluation.crossfit import crossfit
-from ntk_iterncgp.evaluation.families import Ours
 from ntk_iterncgp.files import load_posterior, save_posterior, write_json
-from ntk_iterncgp.laplace_addon.grid import pass_once
 from ntk_iterncgp.runs.flavour import check_keywords, make_flavour
+from ntk_iterncgp.runs.kernel import fit_gp
 from ntk_iterncgp.runs.predict import restore
+from ntk_iterncgp.runs.predictor import KernelPredictor, NetworkPredictor, Predictor
 from ntk_iterncgp.runs.prepare import Setting, find_checkpoint, prepare, prepare_model
+from ntk_iterncgp.runs.tune import tune
 
 POSTERIOR = "posterior.safetensors"
-NETWORK_ONLY = (
-    "'fit' writes the posterior of a network. A Gaussian process with a kernel of its own needs its training data for "
-    "every prediction: use 'evaluate', or NonConjugateGP from Python."
-)
 
 
 @dataclass(frozen=True, eq=False)
 class Fitted:
-    """A posterior in memory, and how it came about."""
+    """A posterior in memory, and how it came about; a kernel has no model."""
 
-    la: Any
-    model: nn.Module
+    predictor: Predictor
+    model: nn.Module | None
     report: dict[str, Any]
 
 
 def fit(config: RunConfig) -> Path:
     """The whole command; returns the posterior file."""
-    if config.kernel.name is not None:
-        raise ConfigError(NETWORK_ONLY)
-    setting = prepare(config, "fit")
     check_keywords(config)
-    fitted = fit_network(setting, prepare_model(setting))
-    if config.tuning.protocol != "none":
-        _tune(setting, fitted.la)
-    path = save(setting, fitted)
+    setting = prepare(config, "fit")
+    with setting.saved_as_it_goes():
+        path = save(setting, fitted_to(setting))
     setting.log(f"Posterior: {path} ({path.stat().st_size / 2**20:.1f} MiB), after {setting.log.seconds:.0f} s.")
     return path
 
 
-def fit_network(setting: Setting, model: nn.Module) -> Fitted:
-    """A posterior from all of the training data."""
+def fitted_to(setting: Setting) -> Fitted:
+    """The posterior of the settings, its hyperparameters chosen."""
+    if setting.config.kernel.name is not None:
+        gp = fit_gp(setting)
+        return Fitted(KernelPredictor.of(gp), None, asdict(gp.report_))
+    model = prepare_model(setting)
+    la = fit_network(setting, model)
+    report = asdict(la.report_)
+    tune(setting, la)
+    return Fitted(NetworkPredictor(la), model, report)
+
+
+def fit_network(setting: Setting, model: nn.Module) -> Any:
+    """The flavour, fitted to all of the training data."""
     config, log = setting.config, setting.log
     loader = DataLoader(setting.data.train, config.data.batch_size)
     la = make_flavour(config, model)
@@ -66,11 +68,11 @@ def fit_network(setting: Setting, model: nn.Module) -> Fitted:
         log(f"Fitting: {type(la).__name__} from {len(setting.data.train):,} data")  # type: ignore[arg-type]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*nterrupt")  # said by the exit code
-            la.fit(loader, progress_bar=True)
+            la.fit(loader, progress_bar=True, checkpoint=setting.checkpoint)
             if config.fit.refine_epochs is not None and la.report_.status != "interrupted":
                 if not hasattr(la, "refine"):
                     raise ConfigError("fit.refine_epochs expects a flavour that can be refined; leave it null.")
-                la.refine(loader, epochs=config.fit.refine_epochs)
+                la.refine(loader, epochs=config.fit.refine_epochs, checkpoint=setting.checkpoint)
     except ConfigError:
         raise
     except ValueError as error:  # the flavour's own sentences, about data and models
@@ -78,29 +80,7 @@ def fit_network(setting: Setting, model: nn.Module) -> Fitted:
     if la.report_.status == "interrupted":
         raise KeyboardInterrupt
     log(str(la.report_))
-    return Fitted(la, model, asdict(la.report_))
-
-
-def _tune(setting: Setting, la: Any) -> None:
-    """The precision with the least NLL, by the accurate link, on some of the test inputs."""
-    config, size = setting.config, min(setting.config.tuning.validation_size, len(setting.data.test))  # type: ignore[arg-type]
-    loader = DataLoader(Subset(setting.data.test, range(size)), config.data.batch_size)
-    parts = pass_once(la, loader, True)
-    grid, start = precision_grid(config), config.fit.prior_precision
-    family = Ours(
-        la.posterior,
-        parts,
-        la._noise_scale.detach(),
-        refined=config.fit.mean == "refined",
-        grid=grid,
-        start=start,
-        num_samples=config.evaluate.link_samples,
-    )
-    labels = torch.cat([part.targets for part in parts]).cpu()
-    everything = torch.arange(size)
-    tuned = crossfit(family, labels, [(everything, everything)], "accurate")
-    la.prior_precision = tuned.values[0]
-    setting.log(f"Prior precision: {tuned.values[0]:.3g}, by the NLL of {size:,} test inputs")
+    return la
 
 
 def save(setting: Setting, fitted: Fitted) -> Path:
@@ -109,16 +89,25 @@ def save(setting: Setting, fitted: Fitted) -> Path:
     about = {
         "config": as_plain(setting.config),
         "scaling": {"mean": list(data.scaling.mean), "std": list(data.scaling.std)},
+        "targets": None if data.target_scaling is None else [data.target_scaling.mean[0], data.target_scaling.std[0]],
         "class_names": list(data.class_names),
         "input_shape": list(data.input_shape),
-        "prior_precision": fitted.la.prior_precision.reshape(-1).tolist(),
+        **_hyperparameters(fitted.predictor),
         "num_data": len(data.train),  # type: ignore[arg-type]
         "report": fitted.report,
     }
-    save_posterior(path, fitted.la.state_dict(), fitted.model.state_dict(), about)
+    save_posterior(path, fitted.predictor.state(), {} if fitted.model is None else fitted.model.state_dict(), about)
     short = {key: value for key, value in fitted.report.items() if key != "history"}
     write_json(setting.folder / "posterior.json", {**about, "report": short})
     return path
+
+
+def _hyperparameters(predictor: Predictor) -> dict[str, Any]:
+    if isinstance(predictor, NetworkPredictor):
+        precision = predictor.la.prior_precision.reshape(-1).tolist()
+        return {"prior_precision": precision, "noise_variance": predictor.noise_variance}
+    assert isinstance(predictor, KernelPredictor)
+    return {"kernel": repr(predictor.prior.kernels[0]), "noise_variance": predictor.noise_variance}
 
 
 def _is_newer(path: Path, config: RunConfig) -> bool:
@@ -138,13 +127,15 @@ def saved_fit(setting: Setting) -> Fitted | None:
     saved = load_posterior(path)[2]
     mine, theirs = as_plain(setting.config), saved.get("config", {})
     irrelevant = {"test_limit", "ood", "ood_limit", "batch_size", "download"}
-    for section in ("data", "model", "fit", "seed"):
+    if setting.config.data.held_out_from == "test":
+        irrelevant.remove("test_limit")
+    for section in ("data", "model", "kernel", "fit", "seed"):
         one, other = (
             {k: v for k, v in s.items() if k not in irrelevant} if isinstance(s, dict) else s
             for s in (mine[section], theirs.get(section))
         )
         if one != other:
             return None
-    restored = restore(path, setting.device)
+    restored = restore(path, setting.device, trusted_model=setting.config.model.name)
     setting.log(f"Posterior of an earlier fit with these settings: {path}")
-    return Fitted(restored.la, restored.model, saved["report"])
+    return Fitted(restored.predictor, restored.model, saved["report"])

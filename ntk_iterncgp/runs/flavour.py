@@ -8,8 +8,9 @@ from typing import Any
 from laplace import Laplace
 from torch import nn
 
-from ntk_iterncgp.config import ConfigError, RunConfig, nearest
+from ntk_iterncgp.config import ConfigError, RunConfig
 from ntk_iterncgp.laplace_addon import IterNCGPAllLaplace, IterNCGPLastLayerLaplace
+from ntk_iterncgp.settings import nearest
 
 FLAVOURS: dict[str, type] = {"all": IterNCGPAllLaplace, "last_layer": IterNCGPLastLayerLaplace}
 
@@ -19,7 +20,7 @@ def make_flavour(config: RunConfig, model: nn.Module) -> Any:
     try:
         return Laplace(
             model,
-            "classification",
+            config.data.task,
             subset_of_weights=config.fit.subset_of_weights,
             hessian_structure="iterncgp",
             prior_precision=config.fit.prior_precision,
@@ -30,7 +31,9 @@ def make_flavour(config: RunConfig, model: nn.Module) -> Any:
 
 
 def check_keywords(config: RunConfig) -> None:
-    """`fit.options` are names that the flavour knows."""
+    """`fit.options` are names that the flavour knows; a kernel has none."""
+    if config.kernel.name is not None:
+        return
     known = set(inspect.signature(FLAVOURS["all"]).parameters)
     known |= set(inspect.signature(FLAVOURS[config.fit.subset_of_weights]).parameters)
     known -= {"self", "model", "likelihood", "args", "kwargs"}

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.utils.data import DataLoader
 
 from ntk_iterncgp import datasets, models
-from ntk_iterncgp.config import ConfigError, RunConfig, as_yaml, prepare_output_dir
+from ntk_iterncgp.checkpoint import Checkpoint, open_call
+from ntk_iterncgp.config import ConfigError, RunConfig, as_plain, as_yaml, prepare_output_dir
+from ntk_iterncgp.data import FixedOrderData
 from ntk_iterncgp.files import write_atomically, write_text
+from ntk_iterncgp.network.progress import data_digests
+
+MOST_HELD_OUT = 1000
 
 
 class Log:
@@ -41,26 +48,55 @@ class Setting:
     log: Log
     data: datasets.Data
     device: torch.device
+    checkpoint: Checkpoint | None
+
+    def saved_as_it_goes(self) -> AbstractContextManager[object]:
+        """While open, what a run has done is kept for the same command after a crash; at its end, no longer."""
+        return nullcontext() if self.checkpoint is None else self.checkpoint
 
 
 def prepare(config: RunConfig, command: str) -> Setting:
     """Output folder with the resolved settings, and the data."""
     device = chosen_device(config.device)
     data = datasets.load(config.data, seed=config.seed)
+    data = data.put_aside(num_held_out(config, data), config.data.held_out_from, config.seed)
     folder = prepare_output_dir(config)
     write_text(folder / "config.yaml", f"# ntk-iterncgp {command}: all settings of this run\n{as_yaml(config)}")
     log = Log(folder)
     sizes = f"{len(data.train):,} to learn from, {len(data.test):,} to be tested on"  # type: ignore[arg-type]
-    others = "".join(f", {len(other):,} of {name}" for name, other in data.ood.items())  # type: ignore[arg-type]
-    log(f"Data: {config.data.name}, {sizes}{others}, {data.num_classes} classes, inputs {data.input_shape}")
-    return Setting(config, folder, log, data, device)
+    others = "" if data.held_out is None else f", {len(data.held_out):,} held out"  # type: ignore[arg-type]
+    others += "".join(f", {len(other):,} of {name}" for name, other in data.ood.items())  # type: ignore[arg-type]
+    kind = "real targets" if data.task == "regression" else f"{data.num_outputs} classes"
+    log(f"Data: {config.data.name}, {sizes}{others}, {kind}, inputs {data.input_shape}")
+    return Setting(config, folder, log, data, device, _checkpoint(config, folder, log))
+
+
+def _checkpoint(config: RunConfig, folder: Path, log: Log) -> Checkpoint | None:
+    seconds = config.checkpoint.every_seconds
+    return None if seconds is None else Checkpoint(folder / "checkpoint", every_seconds=seconds, say=log)
+
+
+def num_held_out(config: RunConfig, data: datasets.Data) -> int:
+    """As set; else a tenth where the network is trained here. A kernel has nothing to choose on them."""
+    given = config.data.held_out
+    if config.kernel.name is not None:
+        return 0
+    if given is not None:
+        return given
+    return min(MOST_HELD_OUT, len(data.train) // 10) if is_trained_here(config) else 0  # type: ignore[arg-type]
+
+
+def is_trained_here(config: RunConfig) -> bool:
+    """Or else its weights come from a checkpoint, or with the model itself."""
+    model = config.model
+    return model.checkpoint is None and ":" not in model.name and model.arguments.get("weights") is None
 
 
 def prepare_model(setting: Setting) -> nn.Module:
     """The network with its weights: from the checkpoint, or trained here."""
     config, data, log = setting.config, setting.data, setting.log
     torch.manual_seed(config.seed)
-    model = models.build(config.model.name, data.num_classes, data.input_shape, config.model.arguments)
+    model = models.build(config.model.name, data.num_outputs, data.input_shape, config.model.arguments)
     model = model.to(setting.device)
     if config.model.checkpoint is not None:
         path = find_checkpoint(config)
@@ -69,7 +105,7 @@ def prepare_model(setting: Setting) -> nn.Module:
         check_outputs(model, setting)
         return model
     check_outputs(model, setting)
-    if ":" in config.model.name or config.model.arguments.get("weights") is not None:
+    if not is_trained_here(config):
         log(f"Model: {config.model.name}, {num_weights(model):,} weights as they come")
         return model
     log(
@@ -77,12 +113,34 @@ def prepare_model(setting: Setting) -> nn.Module:
         f"it is trained here for {config.model.train_epochs} epochs."
     )
     started = time.perf_counter()
-    accuracy = models.train(model, data.train, config.model, seed=config.seed, device=setting.device)
+    fit = _trained(model, setting)
     target = setting.folder / "model.safetensors"
     weights = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
     write_atomically(target, lambda path: save_file(weights, path))
-    log(f"Trained in {time.perf_counter() - started:.0f} s: {100 * accuracy:.1f} % on the training data; {target}")
+    how = f"{100 * fit:.1f} % right" if data.task == "classification" else f"error {fit:.3g} standard deviations"
+    log(f"Trained in {time.perf_counter() - started:.0f} s: {how} on the training data; {target}")
     return model
+
+
+def _trained(model: nn.Module, setting: Setting) -> float:
+    """Train, or take the weights that this run had trained when it was killed; and the random numbers after it."""
+    config, data = setting.config, setting.data
+    plain = as_plain(config)
+    settings = {"data": plain["data"], "model": plain["model"], "seed": config.seed, "device": setting.device.type}
+    call = open_call(setting.checkpoint, "train", lambda: (settings, {}))
+    digests = None
+    if call.is_kept:
+        digests = data_digests(FixedOrderData(DataLoader(data.train, 1000), device=torch.device("cpu")))
+        call.check_data(digests)
+    if call.saved is not None:
+        model.load_state_dict(call.saved["weights"])
+        torch.set_rng_state(call.saved["random"])
+        call.end(dict)
+        return float(call.saved["fit"])
+    fit = models.train(model, data.train, config.model, task=data.task, seed=config.seed, device=setting.device)
+    found = {"weights": model.state_dict(), "random": torch.get_rng_state(), "fit": fit, "data": digests}
+    call.end(lambda: found)
+    return fit
 
 
 def find_checkpoint(config: RunConfig) -> Path:
@@ -93,8 +151,8 @@ def find_checkpoint(config: RunConfig) -> Path:
 
 
 def check_outputs(model: nn.Module, setting: Setting) -> None:
-    """One output for each class."""
-    x = setting.data.test[0][0][None].to(setting.device)
+    """One output for each class, or one for the target."""
+    x = setting.data.train[0][0][None].to(setting.device)
     try:
         with torch.no_grad():
             outputs = model(x)
@@ -103,12 +161,13 @@ def check_outputs(model: nn.Module, setting: Setting) -> None:
             f"'{setting.config.model.name}' does not take inputs of shape {setting.data.input_shape} "
             f"({str(error).partition(chr(10))[0][:120]}). Choose another model or other data."
         ) from error
-    found, classes = outputs.shape[-1], setting.data.num_classes
-    fewer_are_possible = setting.config.data.name == "arrays"  # the highest classes may be missing from a sample
-    if found < classes or (found > classes and not fewer_are_possible):
+    found, wanted = outputs.shape[-1], setting.data.num_outputs
+    of_arrays = setting.config.data.name == "arrays" and setting.data.task == "classification"
+    if found < wanted or (found > wanted and not of_arrays):  # the highest classes may be missing from a sample
+        each = "one for each class of the data" if setting.data.task == "classification" else "for the target"
         raise ConfigError(
-            f"The model is expected to have {classes} outputs, one for each class of the data, but has {found}. Check "
-            "data.name, model.checkpoint and model.arguments."
+            f"The model is expected to have {wanted} outputs, {each}, but has {found}. Check data.name, data.task, "
+            "model.checkpoint and model.arguments."
         )
 
 

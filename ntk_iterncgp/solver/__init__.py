@@ -2,6 +2,7 @@
 
 from ntk_iterncgp.solver.newton import NewtonOptions, initial_state, newton, refine
 from ntk_iterncgp.solver.policies import POLICIES, Policy, RandomSubspace, Unit, resolve_policy
+from ntk_iterncgp.solver.position import Position
 from ntk_iterncgp.solver.problem import Anchor, Problem
 from ntk_iterncgp.solver.recycling import COMPRESSIONS, compress, virtual_solver_run
 from ntk_iterncgp.solver.state import Iterate, State
@@ -14,6 +15,7 @@ __all__ = [
     "Iterate",
     "NewtonOptions",
     "Policy",
+    "Position",
     "Problem",
     "RandomSubspace",
     "State",

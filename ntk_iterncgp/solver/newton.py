@@ -23,6 +23,7 @@ import torch
 from ntk_iterncgp.columns import Buffer, Columns, DenseColumns, KroneckerColumns
 from ntk_iterncgp.solver.inner import inner_loop
 from ntk_iterncgp.solver.policies import Policy, RandomSubspace
+from ntk_iterncgp.solver.position import Position
 from ntk_iterncgp.solver.problem import Problem
 from ntk_iterncgp.solver.recycling import COMPRESSIONS, virtual_solver_run
 from ntk_iterncgp.solver.state import Iterate, State
@@ -71,37 +72,44 @@ def initial_state(problem: Problem, *, seed: int, capacity: int, kronecker: bool
 
 
 def newton(
-    state: State, policy: Policy, stopping: Stopping, options: NewtonOptions
+    state: State, policy: Policy, stopping: Stopping, options: NewtonOptions, *, stage: int = 0
 ) -> Generator[State, None, tuple[State, Status]]:
-    """Yields a state after each block of actions and each Newton step; returns the last one and why it stopped."""
+    """Yields a state after each block of actions and each Newton step; returns the last one and why it stopped.
+
+    Given a state that it has yielded before, it goes on from there.
+    """
     prior, quadratic = state.problem.prior, state.problem.likelihood.is_quadratic
-    limit = prior.num_products + stopping.max_products
     max_steps = stopping.max_products if stopping.spend_all else stopping.max_newton_steps
-    for _ in range(max_steps):  # Alg. 1, line 5
-        left = limit - prior.num_products
+    at = state.position or Position(prior.num_products + stopping.max_products, max_steps, stage=stage)
+    while at.status is None and at.steps_left > 0:  # Alg. 1, line 5
+        start = prior.num_products if at.step_start is None else at.step_start
+        at, left = replace(at, step_start=start), at.limit - start
+        budget = left if quadratic else min(left, stopping.products_per_step)
         state, inner_status = yield from inner_loop(  # line 8
-            state,
+            state.with_counters(position=at),
             policy,
-            max_products=left if quadratic else min(left, stopping.products_per_step),
+            max_products=start + budget - prior.num_products,
             residual_tol=0.0 if stopping.spend_all else stopping.residual_tol,
         )
         damped = options.damped and not quadratic
         iterate = ascend(state) if damped else state.solution  # line 9: f ← K v + m
         if not damped and not math.isfinite(state.problem.log_prob(state.problem.latent(iterate.offset))):
-            return state, Status.DIVERGED
+            return state.with_counters(position=None), Status.DIVERGED
         solved = state.relative_residual <= max(10 * stopping.newton_tol, 1e-4) or not options.damped
-        converged = solved and _is_close(iterate, state.iterate, stopping.newton_tol)
-        before = state.iterate
-        state = replace(state, newton_step=state.newton_step + 1)
+        is_close = _is_close(iterate, state.iterate, stopping.newton_tol)
+        converged, status = solved and is_close and left > 0, None
+        if quadratic or (stopping.spend_all and inner_status is Status.EXHAUSTED):
+            status = inner_status
+        elif converged and not stopping.spend_all:
+            status = Status.CONVERGED
+        elif prior.num_products >= at.limit and (stopping.spend_all or is_close):
+            status = Status.CONVERGED if converged else Status.BUDGET
+        at = replace(at, steps_left=at.steps_left - 1, step_start=None, status=status)
+        state = replace(state, newton_step=state.newton_step + 1, position=at)
         state = virtual_solver_run(state, iterate, max_rank=options.max_rank, compression=options.compression)
         yield state  # line 6: the noise at the new point, for the actions there are
-        if quadratic or (stopping.spend_all and inner_status is Status.EXHAUSTED):
-            return state, inner_status
-        if converged and left > 0 and not stopping.spend_all:
-            return state, Status.CONVERGED
-        if prior.num_products >= limit and (stopping.spend_all or _is_close(iterate, before, stopping.newton_tol)):
-            return state, Status.CONVERGED if converged and left > 0 else Status.BUDGET
-    return state, Status.BUDGET if prior.num_products >= limit else Status.NEWTON_STEPS
+    out_of_steps = Status.BUDGET if prior.num_products >= at.limit else Status.NEWTON_STEPS
+    return state.with_counters(position=None), at.status or out_of_steps
 
 
 def refine(
@@ -113,11 +121,13 @@ def refine(
     random probes do, also where they are no more than amplified rounding.
     """
     prior = state.problem.prior
-    limit = prior.num_products + stopping.max_products
-    state, status = yield from newton(state, policy, replace(stopping, spend_all=True), options)
-    if status is Status.EXHAUSTED and prior.num_products < limit:
-        rest = replace(stopping, spend_all=True, max_products=limit - prior.num_products)
-        state, status = yield from newton(state, RandomSubspace(), rest, options)
+    limit = prior.num_products + stopping.max_products if state.position is None else state.position.limit
+    probing, status = state.position is not None and state.position.stage == 2, Status.EXHAUSTED
+    if not probing:
+        state, status = yield from newton(state, policy, replace(stopping, spend_all=True), options, stage=1)
+    if probing or (status is Status.EXHAUSTED and prior.num_products < limit):
+        rest = replace(stopping, spend_all=True, max_products=max(1, limit - prior.num_products))
+        state, status = yield from newton(state, RandomSubspace(), rest, options, stage=2)
     return state, status
 
 

@@ -1,14 +1,20 @@
-"""Running the solver on a user's behalf: progress bar, callback, history, Ctrl-C, and the report at the end."""
+"""Running the solver on a user's behalf: progress bar, callback, history, Ctrl-C, checkpoints, and the report."""
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import astuple, dataclass, field, fields
+from typing import Any
 
+import torch
+from torch import Tensor
 from tqdm.auto import tqdm
 
+from ntk_iterncgp.checkpoint import UNSAVED, Call, unusable
+from ntk_iterncgp.solver.saving import from_content, to_content
 from ntk_iterncgp.solver.state import State
 from ntk_iterncgp.solver.stopping import Status
 
@@ -63,24 +69,44 @@ class FitReport:
 
 
 def drive(
-    run: Run,
+    run: Callable[[State], Run],
     state: State,
     *,
     max_products: int,
     progress_bar: bool,
     callback: Callback | None,
-    history: list[Record],
+    history: Sequence[Record],
+    call: Call = UNSAVED,
+    data: Tensor | None = None,
 ) -> tuple[State, FitReport]:
-    """Exhaust a run. Interrupted, it ends with the last state, which is valid."""
-    offset = history[-1].seconds if history else 0.0
-    started, first = time.perf_counter(), state.num_products
-    history, status = list(history), Status.INTERRUPTED
-    information, newton_step = state.information_captured, state.newton_step
-    bar = tqdm(total=max_products, desc="IterNCGP", unit="product", disable=not progress_bar)
+    """Exhaust a run from a state, or from where it was saved. Interrupted, it ends with the last state, which is valid.
+
+    `data` are the digests of the data that are saved with it, and by which they are known again.
+    """
+    first = state.num_products
+    state, past, ended = _taken_up(call, state, history)
+    history = list(past)
+    offset, started = history[-1].seconds if history else 0.0, time.perf_counter()
+    status = Status.INTERRUPTED if ended is None else ended
+    information = state.information_captured if call.saved is None else history[-1].information_captured
+    newton_step = state.newton_step
+    steps = run(state) if ended is None else iter(())
+    bar = tqdm(
+        total=max_products,
+        initial=state.num_products - first,
+        desc="IterNCGP",
+        unit="product",
+        disable=not progress_bar,
+    )
+
+    def content(status: Status | None = None) -> dict[str, Any]:
+        return {"state": to_content(state), "history": to_table(history), "status": status, "data": data}
+
+    call.forget()
     try:
-        while True:
+        while ended is None:
             try:
-                state = next(run)
+                state = next(steps)
             except StopIteration as end:
                 state, status = end.value
                 break
@@ -104,10 +130,15 @@ def drive(
                 called = time.perf_counter()
                 callback(state)
                 started += time.perf_counter() - called  # the caller's time is not the fit's
+            if state.position is not None:
+                call.offer(content)
     except KeyboardInterrupt:
         warnings.warn(Status.INTERRUPTED.advice, stacklevel=3)
     finally:
         bar.close()
+    state = state.with_counters(position=None)  # whatever comes next is a run of its own
+    if status is not Status.INTERRUPTED:
+        call.end(lambda: content(status))
     report = FitReport(
         status=status.value,
         advice=status.advice,
@@ -119,3 +150,43 @@ def drive(
         history=history,
     )
     return state, report
+
+
+def _taken_up(call: Call, state: State, history: Sequence[Record]) -> tuple[State, Sequence[Record], Status | None]:
+    """State and history as they are, or as the call has saved them; and how the run ended, if it has."""
+    if call.saved is None:
+        return state, history, None
+    try:
+        ended = call.saved["status"]
+        saved = from_content(call.saved["state"], state), from_table(call.saved["history"])
+        return *saved, None if ended is None else Status(ended)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise unusable("a state of this run", error) from error
+
+
+def seconds_spent(call: Call, history: Sequence[Record]) -> float:
+    """In a call that is taken up again, before it was saved. `history` is what it began with."""
+    if call.saved is None:
+        return 0.0
+    return from_table(call.saved["history"])[-1].seconds - (history[-1].seconds if history else 0.0)
+
+
+def to_table(history: Sequence[Record]) -> Tensor:  # (records, 8)
+    """The history in float64, which holds all of its numbers; NaN stands for no epochs."""
+    rows = [[math.nan if value is None else float(value) for value in astuple(record)] for record in history]
+    return torch.tensor(rows, dtype=torch.float64).reshape(len(rows), len(fields(Record)))
+
+
+def from_table(table: Tensor) -> list[Record]:
+    names = [f.name for f in fields(Record)]
+    if not isinstance(table, Tensor) or table.dtype != torch.float64 or table.shape != (len(table), len(names)):
+        raise ValueError("a history is expected to have a column for each of its numbers, in float64")
+    if not bool(torch.isfinite(table[:, :3]).all()):
+        raise ValueError("a history is expected to count in whole numbers")
+
+    def record(values: list[float]) -> Record:
+        row: dict[str, Any] = dict(zip(names, values, strict=True))
+        row |= {name: int(row[name]) for name in ("num_products", "newton_step", "rank")}
+        return Record(**row | {"epochs": None if math.isnan(row["epochs"]) else row["epochs"]})
+
+    return [record(values) for values in table.tolist()]

@@ -14,12 +14,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ntk_iterncgp.columns import Buffer, Columns
 from ntk_iterncgp.solver.factor import Factor, rounding_noise
+from ntk_iterncgp.solver.position import Position
 from ntk_iterncgp.solver.problem import Anchor, Problem
 
 
@@ -64,6 +66,7 @@ class State:
     num_products: int = 0
     num_proposals: int = 0  # columns proposed by the policy so far, kept or dropped
     products_left: int = 1  # what the current Newton step may still spend
+    position: Position | None = None  # where its run stands; None: at the beginning or at the end of one
 
     # --- Newton's point -------------------------------------------------------------------------------------------
 
@@ -185,13 +188,9 @@ class State:
 
     # --- the next state -------------------------------------------------------------------------------------------
 
-    def with_counters(self, *, products_left: int | None = None, num_proposals: int | None = None) -> State:
+    def with_counters(self, **counters: Any) -> State:
         """The same state with other counters; what has been computed stays computed."""
-        changed = replace(
-            self,
-            products_left=self.products_left if products_left is None else products_left,
-            num_proposals=self.num_proposals if num_proposals is None else num_proposals,
-        )
+        changed = replace(self, **counters)
         changed.__dict__.update({name: v for name, v in self.__dict__.items() if name not in changed.__dict__})
         return changed
 
@@ -255,7 +254,7 @@ class State:
 
 
 def _symmetric(matrix: Tensor) -> Tensor:
-    return 0.5 * (matrix + matrix.T)
+    return (0.5 * (matrix + matrix.T)).contiguous()  # in one layout, as it comes back from a checkpoint
 
 
 def _bordered(matrix: Tensor, columns: Tensor) -> Tensor:  # (B, B), (B + k, k)

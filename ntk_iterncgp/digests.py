@@ -1,0 +1,62 @@
+"""By what settings, models and data are known again: short numbers that change when anything in them does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WIDTH = 2**14
+_PLAIN = (bool, int, float, str, Tensor)
+
+
+def digest_rows(*columns: Tensor) -> Tensor:  # (b, …), … -> (b,)
+    """A number for each row: sums of its bits times odd numbers, modulo 2^64, hence the same in any order and on any
+    device. Any one entry that changes changes it."""
+    total = torch.zeros(len(columns[0]), dtype=torch.int64, device=columns[0].device)
+    for place, column in enumerate(columns):
+        flat = column.detach().reshape(len(column), -1)
+        flat = torch.view_as_real(flat).flatten(1) if flat.is_complex() else flat
+        bits = flat.contiguous().view(_BITS[flat.element_size()]) if flat.is_floating_point() else flat
+        for start in range(0, bits.shape[1], _WIDTH):
+            part = bits[:, start : start + _WIDTH].long()
+            total += (part * _odd(part.shape[1], place + 1000 * start).to(part.device)).sum(1)
+    return total
+
+
+def digest(tensor: Tensor) -> str:
+    """Of one tensor, with its shape."""
+    flat = tensor.detach().reshape(-1)
+    parts = [int(digest_rows(part[None])) for part in flat.split(2**20)]
+    return f"{list(tensor.shape)} {int(digest_rows(torch.tensor(parts or [0])[None])) % 2**64:016x}"
+
+
+def described(value: Any) -> Any:
+    """An object as JSON by which it is known again: plain values as they are, tensors by their digest, functions by
+    their name, other objects by their class and what plain values and tensors they hold."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Tensor):
+        return described(value.tolist()) if value.numel() <= 4 else digest(value)
+    if isinstance(value, Mapping):
+        return {str(key): described(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [described(item) for item in value]
+    if isinstance(value, (FunctionType, BuiltinFunctionType, MethodType, type)):
+        return f"{value.__module__}.{value.__qualname__}"
+    held = {k: described(v) for k, v in getattr(value, "__dict__", {}).items() if isinstance(v, _PLAIN)}
+    return {"class": f"{type(value).__module__}.{type(value).__qualname__}", **held}
+
+
+@lru_cache(maxsize=128)
+def _odd(number: int, seed: int) -> Tensor:  # (number,)
+    drawn = torch.randint(-(2**62), 2**62, (number,), generator=torch.Generator().manual_seed(seed))
+    return 2 * drawn + 1

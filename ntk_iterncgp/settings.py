@@ -1,0 +1,90 @@
+"""Settings as text: YAML files and `key=value` read into typed values, or a sentence about what is wrong with them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin
+
+import yaml
+
+_KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+
+
+class ConfigError(ValueError):
+    """Something a user can put right, in one sentence."""
+
+
+def read_settings(path: Path) -> dict[Any, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"'{path}' is not a text file; a YAML file of settings is expected.") from error
+    except OSError as error:
+        reason = (error.strerror or type(error).__name__).lower()
+        raise ConfigError(f"Cannot read the configuration '{path}' ({reason}).") from error
+    settings = parsed(text, f"'{path}'")
+    if settings is None:  # a file of comments: nothing differs from the defaults
+        return {}
+    if not isinstance(settings, dict):
+        raise ConfigError(f"'{path}' expects lines of the form 'key: value', but holds {settings!r}.")
+    return settings
+
+
+def parsed(text: str, name: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" (line {mark.line + 1})" if mark is not None else ""
+        raise ConfigError(f"{name} is not valid YAML{where}: {getattr(error, 'problem', None) or error}.") from error
+
+
+def typed_value(name: str, value: Any, hint: Any) -> Any:
+    """The value as the type of its field, or a sentence."""
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    if get_origin(hint) is tuple:
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, (list, tuple)) or not all(isinstance(item, str) for item in items):
+            raise ConfigError(f"{name} expects a list of names, for instance [a, b], but got {value!r}.")
+        return tuple(items)
+    if get_origin(hint) is dict:
+        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+            raise ConfigError(f"{name} expects names with values, for instance {{key: 1}}, but got {value!r}.")
+        return value
+    if float in kinds and not isinstance(value, bool):
+        if isinstance(value, int):
+            return float(value)
+        if isinstance(value, str):  # YAML 1.1 reads 1e-3 as text
+            try:
+                return float(value)
+            except ValueError:
+                pass
+    if type(value) not in kinds:
+        expected = " or ".join(_KINDS[kind] for kind in kinds)
+        raise ConfigError(f"{name} expects {expected}, but got {value!r}.")
+    return value
+
+
+def require_choice(name: str, value: str, choices: Collection[str]) -> None:
+    if value not in choices:
+        near = nearest(value, choices)
+        hint = f"; did you mean '{near}'?" if near else "."
+        raise ConfigError(f"{name} expects one of {', '.join(choices)}, but got '{value}'{hint}")
+
+
+def suggestion(key: str, names: Collection[str]) -> str:
+    """The setting that was meant: by its last part, since a section is often left out."""
+    by_last = {name.rpartition(".")[2]: name for name in names}
+    last = key.rpartition(".")[2]
+    found = nearest(key, names) if "." in key else by_last.get(nearest(last, by_last) or "")
+    return f"did you mean '{found}'?" if found else f"the settings are {', '.join(names)}."
+
+
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    """The choice that was probably meant."""
+    folded = {choice.casefold(): choice for choice in choices}
+    found = difflib.get_close_matches(word.casefold(), folded, n=1, cutoff=0.5)
+    return folded[found[0]] if found else None
