@@ -1,11 +1,13 @@
 # The first target that needs it makes .venv; afterwards it is remade only when pyproject.toml or constraints.txt change.
 PYTHON ?= python3
+FUZZ_CASES ?= 2000
+SOAK_MINUTES ?= 30
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test fuzz soak lint bench clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -15,6 +17,12 @@ demo: $(STAMP)  ## a small network on digits beside the truth: a table and runs/
 
 test: $(STAMP)  ## run the whole test suite
 	$(BIN)/python -m pytest
+
+fuzz: $(STAMP)  ## FUZZ_CASES (2000) random cases on both front doors, new ones every time
+	FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest tests/test_fuzz.py
+
+soak: $(STAMP)  ## SOAK_MINUTES (30) of fit, refine, save, load and predict: is memory flat?
+	$(BIN)/python -m benchmarks.soak --minutes $(SOAK_MINUTES)
 
 lint: $(STAMP)  ## ruff check, ruff format --check, mypy
 	$(BIN)/ruff check .

@@ -8,6 +8,7 @@ from ntk_iterncgp.checkpoint import Checkpoint
 from ntk_iterncgp.gp import NonConjugateGP
 from ntk_iterncgp.laplace_addon import IterNCGPAllLaplace, IterNCGPLastLayerLaplace
 from ntk_iterncgp.posterior import Evidence
+from ntk_iterncgp.self_check import SelfCheckError
 from ntk_iterncgp.solver.report import FitReport
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "IterNCGPAllLaplace",
     "IterNCGPLastLayerLaplace",
     "NonConjugateGP",
+    "SelfCheckError",
     "kernels",
     "likelihoods",
 ]

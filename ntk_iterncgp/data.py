@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,8 @@ from torch.utils.data import (
     SubsetRandomSampler,
     default_collate,
 )
+
+from ntk_iterncgp.threads import enter_eval_mode, leave_eval_mode, together
 
 Inputs = Any  # a tensor, or a mapping of tensors and other things
 
@@ -166,13 +169,8 @@ def to_device(x: Inputs, device: torch.device) -> Inputs:
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """The model in eval mode; each module's own train/eval flag comes back afterwards, whatever happens."""
-    flags = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
+    with together(model, partial(enter_eval_mode, model), leave_eval_mode):
         yield
-    finally:
-        for module, training in flags:
-            module.training = training
 
 
 def probe(model: nn.Module, forward: Callable[[Inputs], Tensor], data: FixedOrderData) -> None:

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from ntk_iterncgp.checkpoint import Checkpoint
 from ntk_iterncgp.gp_checks import (
+    check_memory,
+    checked_device,
+    checked_dtype,
     checked_inputs,
     checked_kernels,
-    checked_like,
     checked_likelihood,
     checked_mean,
     checked_targets,
@@ -32,6 +34,7 @@ from ntk_iterncgp.likelihoods import Likelihood
 from ntk_iterncgp.posterior import Evidence, Posterior
 from ntk_iterncgp.predictive import check_interval, check_link, credible_interval, expected_response
 from ntk_iterncgp.priors import GramPrior
+from ntk_iterncgp.self_check import checked
 from ntk_iterncgp.solver import (
     NewtonOptions,
     Policy,
@@ -44,7 +47,7 @@ from ntk_iterncgp.solver import (
     resolve_policy,
 )
 from ntk_iterncgp.solver.report import Callback, FitReport, drive
-from ntk_iterncgp.solver.stopping import whole_number
+from ntk_iterncgp.solver.stopping import seed_number, share, whole_number
 
 MAX_KRONECKER_RANK = 3000  # beyond this the B×B algebra takes longer than it saves in products
 
@@ -100,7 +103,11 @@ class NonConjugateGP:
         self.mean = checked_mean(mean, likelihood)
         self.policy = resolve_policy(policy)
         self.stopping = Stopping(
-            max_products, products_per_step, max_newton_steps, newton_tol, residual_tol=min(1e-5, 1e-3 * newton_tol)
+            max_products,
+            products_per_step,
+            max_newton_steps,
+            newton_tol,
+            residual_tol=min(1e-5, 1e-3 * share("newton_tol", newton_tol)),
         )
         self.options = NewtonOptions(max_rank, compression, damped)
         self.kronecker = choose_kronecker(actions, policy, likelihood, self.kernels, max_rank)
@@ -110,8 +117,8 @@ class NonConjugateGP:
             raise ValueError(f"product_method expects one of {', '.join(map(repr, METHODS))}, got {product_method!r}.")
         self.product_method, self.product_tolerance = product_method, product_tolerance
         self.chunk_bytes = whole_number("chunk_bytes", chunk_bytes, at_least=1)
-        self.seed = whole_number("seed", seed, at_least=0)
-        self.dtype, self.device = dtype, device
+        self.seed = seed_number(seed)
+        self.dtype, self.device = checked_dtype(dtype), checked_device(device)
         self._posterior: Posterior | None = None
         self._report: FitReport | None = None
         self.optimization_: OptimizationReport | None = None  # how `optimize` went
@@ -150,9 +157,10 @@ class NonConjugateGP:
         for kernel in self.kernels:
             kernel.diagonal(inputs[:1])  # checks the dimension
         problem = Problem(prior, self.likelihood, targets)
+        check_memory(problem, self._capacity(problem), self.options.max_rank, self.kronecker, self.chunk_bytes)
         state = initial_state(problem, seed=self.seed, capacity=self._capacity(problem), kronecker=self.kronecker)
         call, data = call_of(self, checkpoint, "fit", state)
-        state, self._report = drive(
+        state, report = drive(
             lambda state: newton(state, self.policy, self.stopping, self.options),
             state,
             max_products=self.stopping.max_products,
@@ -162,9 +170,7 @@ class NonConjugateGP:
             call=call,
             data=data,
         )
-        self._report = replace(self._report, products_by=prior.how)
-        self._posterior = Posterior(state)
-        return self
+        return self._take(state, replace(report, products_by=prior.how))
 
     def optimize(
         self,
@@ -210,9 +216,13 @@ class NonConjugateGP:
     ) -> NonConjugateGP:
         """Spend more products from where the fit stopped: first on the mean, then on the variance."""
         state, report = self.posterior_.state, self.report_
+        max_products = whole_number("max_products", max_products, at_least=1)
+        columns = state.buffer.actions.factor.size + self._capacity(state.problem, max_products)
+        columns = int(2.5 * columns)  # as they grow by half, into another place
+        check_memory(state.problem, columns, self.options.max_rank, self.kronecker, self.chunk_bytes)
         stopping = replace(self.stopping, max_products=max_products)
         call, data = call_of(self, checkpoint, "refine", state, max_products=max_products)
-        state, self._report = drive(
+        state, new_report = drive(
             lambda state: refine(state, self.policy, stopping, self.options),
             state,
             max_products=max_products,
@@ -222,8 +232,14 @@ class NonConjugateGP:
             call=call,
             data=data,
         )
-        self._report = replace(self._report, products_by=report.products_by)
-        self._posterior = Posterior(state)
+        return self._take(state, replace(new_report, products_by=report.products_by))
+
+    def _take(self, state: State, report: FitReport) -> NonConjugateGP:
+        """Keep a posterior that has passed its self-check; on failure an earlier one is as before."""
+        ascends = self.options.damped and self.options.keeps_mean and not self.likelihood.is_quadratic
+        state = checked(state, report.history, ascends=ascends)
+        spent = state.problem.prior.num_products  # mending costs products too
+        self._posterior, self._report = Posterior(state), replace(report, num_products=spent)
         return self
 
     @property
@@ -286,8 +302,7 @@ class NonConjugateGP:
     # --- checks ---------------------------------------------------------------------------------------------------
 
     def _checked_inputs(self, X: Tensor, name: str, *, new: bool = False) -> Tensor:
-        X = checked_inputs(X, name, self.dtype, self.device, may_be_empty=new)
-        return checked_like(X, name, self._trained_inputs) if new else X
+        return checked_inputs(X, name, self.dtype, self.device, trained=self._trained_inputs if new else None)
 
     @property
     def _trained_inputs(self) -> Tensor:
@@ -297,11 +312,12 @@ class NonConjugateGP:
 
     # --- sizes ----------------------------------------------------------------------------------------------------
 
-    def _capacity(self, problem: Problem) -> int:
+    def _capacity(self, problem: Problem, max_products: int | None = None) -> int:
         """Room for the columns that the budget can fill, so that buffers are not copied as they grow."""
+        max_products = self.stopping.max_products if max_products is None else max_products
         if self.kronecker:
-            return min(problem.prior.num_data, self.stopping.max_products * problem.prior.num_outputs)
-        budget = min(self.stopping.max_products, problem.curvature_rank)
+            return min(problem.prior.num_data, max_products * problem.prior.num_outputs)
+        budget = min(max_products, problem.curvature_rank)
         return (
             budget
             if self.options.max_rank is None

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ntk_iterncgp.kernels import Kernel
 from ntk_iterncgp.likelihoods import Likelihood
-from ntk_iterncgp.solver import Policy
+from ntk_iterncgp.memory import available_bytes, require_memory
+from ntk_iterncgp.solver import Policy, Problem
 
 ACTIONS = ("auto", "joint", "kronecker")
+WORKSPACE_BYTES = 32 * 2**20  # what PyTorch takes beside the arrays counted here
+VECTORS = 48  # over the data, in float64: Newton's point and the trials of a line search, blocks of random probes
+SMALL_MATRICES = 10  # B×B at once, in float64
 
 
 def checked_likelihood(likelihood: Likelihood) -> Likelihood:
@@ -41,7 +46,7 @@ def checked_kernels(kernel: Kernel | Sequence[Kernel], likelihood: Likelihood) -
 
 
 def checked_mean(mean: float | Sequence[float] | Tensor, likelihood: Likelihood) -> Tensor:  # (C,)
-    values = torch.as_tensor(mean, dtype=torch.float64)
+    values = as_tensor(mean, "mean", None).double()
     if values.ndim > 1 or (values.ndim == 1 and len(values) != likelihood.num_outputs):
         raise ValueError(
             f"mean expects one number, or one for each of the {likelihood.num_outputs} output(s), "
@@ -50,6 +55,85 @@ def checked_mean(mean: float | Sequence[float] | Tensor, likelihood: Likelihood)
     if not bool(torch.isfinite(values).all()):
         raise ValueError("mean expects finite numbers, but got NaN or infinity.")
     return values.expand(likelihood.num_outputs).clone()
+
+
+def as_tensor(value: Any, name: str, device: torch.device | None) -> Tensor:
+    """Whatever can be read as a tensor of numbers."""
+    try:
+        tensor = torch.as_tensor(value, device=device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        if isinstance(value, Tensor):  # the device is full, or gone
+            raise
+        raise TypeError(f"{name} expects a tensor of numbers, but got {type(value).__name__}.") from error
+    if tensor.is_complex():
+        raise ValueError(f"{name} expects finite real numbers, but holds NaN, infinity or complex numbers.")
+    return tensor
+
+
+def checked_inputs(
+    X: Any, name: str, dtype: torch.dtype | None, device: torch.device | None, *, trained: Tensor | None = None
+) -> Tensor:  # (N, d)
+    """Inputs to fit to; or, given those, new ones, of which there may be none."""
+    X = as_tensor(X, name, device)
+    if dtype is not None:
+        X = X.to(dtype)
+    if X.ndim != 2:
+        raise ValueError(
+            f"{name} expects shape (N, d), one row per input, but got {tuple(X.shape)}. "
+            f"Reshape it, for instance {name}[:, None] for one-dimensional inputs."
+        )
+    if not X.is_floating_point():
+        raise TypeError(f"{name} expects floating-point inputs, but got {X.dtype}. Convert it, or set dtype.")
+    if X.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"{name} expects float32 or float64, but its dtype is {X.dtype}. Convert it, or set dtype.")
+    if X.numel() == 0 and not (trained is not None and X.shape[0] == 0):
+        raise ValueError(f"{name} expects at least one input with at least one dimension, but got {tuple(X.shape)}.")
+    if not bool(torch.isfinite(X).all()):
+        bad = int((~torch.isfinite(X)).any(1).sum())
+        raise ValueError(f"{name} expects finite numbers, but {bad} of its rows hold NaN or infinity. Remove them.")
+    largest, limit = float(X.abs().max()) if X.numel() else 0.0, 1e-2 * torch.finfo(X.dtype).max ** 0.5
+    if largest > limit:  # squares of distances are summed
+        raise ValueError(
+            f"{name} expects numbers of at most {limit:.0e} in {X.dtype}, but the largest is {largest:.0e}. Scale them."
+        )
+    if trained is None:
+        return X
+    if X.shape[1] != trained.shape[1]:
+        raise ValueError(f"{name} expects {trained.shape[1]} dimensions, as the training inputs, but got {X.shape[1]}.")
+    if X.dtype != trained.dtype or X.device != trained.device:
+        raise TypeError(
+            f"{name} expects {trained.dtype} on {trained.device}, as the training inputs, but got {X.dtype} on "
+            f"{X.device}. Convert it, or set dtype and device when making the GP."
+        )
+    return X
+
+
+def checked_targets(y: Any, inputs: Tensor, likelihood: Likelihood) -> Tensor:
+    y = as_tensor(y, "y", inputs.device)
+    if y.ndim == 0 or len(y) != len(inputs):
+        got = "a single number" if y.ndim == 0 else f"{len(y)}"
+        raise ValueError(f"y expects one target for each of the {len(inputs)} rows of X, but got {got}.")
+    if y.is_floating_point() and not bool(torch.isfinite(y).all()):
+        raise ValueError("y expects finite real numbers, but holds NaN, infinity or complex numbers. Remove them.")
+    return likelihood.check_targets(y)
+
+
+def checked_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
+    if dtype not in (None, torch.float32, torch.float64):
+        raise ValueError(f"dtype expects None, torch.float32 or torch.float64, but got {dtype!r}.")
+    return dtype
+
+
+def checked_device(device: torch.device | str | None) -> torch.device | None:
+    """A device that is there."""
+    if device is None:
+        return None
+    try:
+        return torch.zeros((), device=device).device
+    except (AssertionError, RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            f"device expects None or a device of this machine, such as 'cpu' or 'cuda:0', but got {device!r}."
+        ) from error
 
 
 def choose_kronecker(
@@ -81,44 +165,19 @@ def choose_kronecker(
     return actions == "kronecker"
 
 
-def checked_inputs(
-    X: Tensor, name: str, dtype: torch.dtype | None, device: torch.device | str | None, *, may_be_empty: bool
-) -> Tensor:  # (N, d)
-    X = torch.as_tensor(X, device=device)
-    if dtype is not None:
-        X = X.to(dtype)
-    if X.ndim != 2:
-        raise ValueError(
-            f"{name} expects shape (N, d), one row per input, but got {tuple(X.shape)}. "
-            f"Reshape it, for instance {name}[:, None] for one-dimensional inputs."
-        )
-    if not X.is_floating_point():
-        raise TypeError(f"{name} expects floating-point inputs, but got {X.dtype}. Convert it, or set dtype.")
-    if X.numel() == 0 and not (may_be_empty and X.shape[0] == 0):
-        raise ValueError(f"{name} expects at least one input with at least one dimension, but got {tuple(X.shape)}.")
-    if not bool(torch.isfinite(X).all()):
-        bad = int((~torch.isfinite(X)).any(1).sum())
-        raise ValueError(f"{name} expects finite numbers, but {bad} of its rows hold NaN or infinity. Remove them.")
-    return X
+def check_memory(problem: Problem, columns: int, max_rank: int | None, kronecker: bool, chunk_bytes: int) -> None:
+    """Refuse, before it starts, a run that takes more memory than can be had."""
+    advice = "Use fewer products (max_products), keep fewer actions (max_rank), or use float32 inputs."
+    needed = needed_bytes(problem, columns, max_rank, kronecker, chunk_bytes)
+    require_memory(needed, available_bytes(problem.prior.device), advice)
 
 
-def checked_like(X: Tensor, name: str, trained: Tensor) -> Tensor:  # (b, d), (N, d)
-    """New inputs, which go with the training inputs."""
-    if X.shape[1] != trained.shape[1]:
-        raise ValueError(f"{name} expects {trained.shape[1]} dimensions, as the training inputs, but got {X.shape[1]}.")
-    if X.dtype != trained.dtype or X.device != trained.device:
-        raise TypeError(
-            f"{name} expects {trained.dtype} on {trained.device}, as the training inputs, but got {X.dtype} on "
-            f"{X.device}. Convert it, or set dtype and device when making the GP."
-        )
-    return X
-
-
-def checked_targets(y: Tensor, inputs: Tensor, likelihood: Likelihood) -> Tensor:
-    y = torch.as_tensor(y, device=inputs.device)
-    if y.ndim == 0 or len(y) != len(inputs):
-        got = "a single number" if y.ndim == 0 else f"{len(y)}"
-        raise ValueError(f"y expects one target for each of the {len(inputs)} rows of X, but got {got}.")
-    if y.is_complex() or (y.is_floating_point() and not bool(torch.isfinite(y).all())):
-        raise ValueError("y expects finite real numbers, but holds NaN, infinity or complex numbers. Remove them.")
-    return likelihood.check_targets(y)
+def needed_bytes(problem: Problem, columns: int, max_rank: int | None, kronecker: bool, chunk_bytes: int) -> int:
+    """S and T with room for `columns` stored columns each, of which a compressed copy is made where there is a
+    `max_rank`; vectors, small matrices and one block of the kernel matrix."""
+    prior, contrasts = problem.prior, problem.likelihood.curvature_rank if kronecker else 1
+    rows = prior.num_data * (1 if kronecker else prior.num_outputs)
+    copied = 0 if max_rank is None else min(columns, max_rank // contrasts)
+    stored = 2 * (columns + copied) * rows * torch.empty(0, dtype=prior.dtype).element_size()
+    rank = columns * contrasts if max_rank is None else min(columns * contrasts, 2 * max_rank)
+    return stored + VECTORS * 8 * problem.num_rows + SMALL_MATRICES * 8 * rank**2 + chunk_bytes + WORKSPACE_BYTES

@@ -172,6 +172,12 @@ def posterior_at(name: str, f: Tensor, K: Tensor, Kx: Tensor, Kxx: Tensor, noise
     return Kxx - A.T @ A
 
 
+def posterior_from_root(R: Tensor, K: Tensor, Kx: Tensor, prior: Tensor) -> Tensor:
+    """The variances (b C,) at new inputs with prior variances (b C,), for W = R R^T."""
+    A = torch.linalg.solve_triangular(_factor(R, K), R.T @ Kx.T, upper=False)
+    return prior - A.square().sum(0)
+
+
 def posterior(
     name: str, K: Tensor, Kx: Tensor, Kxx: Tensor, m: Tensor, mx: Tensor, y: Tensor, noise: float | None = None
 ) -> tuple[Tensor, Tensor]:

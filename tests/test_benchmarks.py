@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import hyperparameters, kernels, ntk, one_epoch, peers, solver, when_it_helps
+from benchmarks import hyperparameters, kernels, ntk, one_epoch, peers, soak, solver, when_it_helps
 from ntk_iterncgp.kernels import fused
 
 
@@ -166,3 +166,21 @@ def test_the_benchmark_of_peers_has_ours_at_three_budgets_and_never_below_the_ex
         assert ours[2]["peak bytes"] > 0 and rows["exact linearised Laplace"]["peak bytes"] > 8 * 1446**2
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert len(lines) == 2 + len(rows) and len({len(line) for line in lines}) == 1
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident memory is read from /proc")
+def test_the_soak_reads_memory_after_each_round_and_judges_its_slope(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "soak.json"
+    soak.main(["--quick", "--json", str(file)])
+    figures = json.loads(file.read_text())
+    assert figures["rounds"] >= 1 and figures["files"] == 3 * figures["rounds"] and figures["last_mib"] > 50
+    assert "MiB/min" in capsys.readouterr().out
+    rising = [(0.1 * i, 500 + 0.1 * i + 0.02 * (-1) ** i) for i in range(40)]  # 1 MiB per minute, with noise
+    slope, error = soak.slope_of(rising)
+    assert slope == pytest.approx(1.0, abs=0.05) and 0 < error < 0.05
+    outcome = dict(rounds=40, minutes=4, first_mib=1, last_mib=2, error=error, files=120, kills="")
+    assert soak.Outcome(**outcome, slope=slope).verdict == "MISSED"
+    assert soak.Outcome(**outcome, slope=0.1).verdict == "ok"
+    assert soak.Outcome(**{**outcome, "rounds": 3}, slope=9.0).verdict == "too short to judge"

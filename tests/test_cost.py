@@ -126,12 +126,3 @@ def test_a_fit_that_cannot_fit_is_refused_with_the_table_and_leaves_what_was_the
     monkeypatch.setattr(cost_module, "available_bytes", lambda device: None)
     fresh.fit(net.loader())  # where nobody knows, it is tried
     assert "unknown" in str(fresh.estimate_cost(net.loader()))
-
-
-def test_memory_is_read_from_tables_of_the_system(tmp_path: Path) -> None:
-    file = tmp_path / "meminfo"
-    file.write_text("MemTotal:  9 kB\nMemAvailable:   123 kB\nHugePages_Total:  0\n")
-    assert cost_module._table(str(file)) == {"MemTotal": 9 * 1024, "MemAvailable": 123 * 1024}
-    assert cost_module._table(str(tmp_path / "nothing")) == {}
-    found = cost_module.available_bytes(torch.device("cpu"))
-    assert found is None or 0 < found < 2**50

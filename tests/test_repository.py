@@ -17,15 +17,17 @@ MAX_LINES = 350
 
 # Rooms from the foundations up. A room may import from lines above its own, and from itself.
 ORDER = [
-    {"parallel", "files", "digests"},
+    {"parallel", "threads", "files", "digests"},
     {"checkpoint"},
-    {"data", "interrupt"},
+    {"data", "interrupt", "memory"},
     {"columns"},
     {"kernels"},
     {"likelihoods"},
     {"priors"},
     {"solver"},
     {"posterior", "weight_posterior"},
+    {"self_check"},
+    {"weight_check"},
     {"predictive"},
     {"network"},
     {"tuning", "hyperparameters", "gp_checks", "gp_saving"},

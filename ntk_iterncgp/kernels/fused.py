@@ -14,6 +14,7 @@ import functools
 import logging
 import os
 import shutil
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from .formula import Formula
 from .gemm import ExpandedDistances, Norms
 from .tiles import Engine, Index
 
+_compiling = threading.Lock()  # one thread at a time: filters of warnings belong to all of them
 _compiled: dict[tuple[str, int, torch.dtype, str], Callable[..., Tensor]] = {}
 
 
@@ -84,16 +86,17 @@ def compiled_formula(formula: Formula, d: int, dtype: torch.dtype, device: str) 
     """The formula as one compiled function of coordinates (or, for d = 0, of squared distances) and numbers."""
     graph = _graph(formula, d)
     key = (graph.code, d, dtype, device)  # the same code for kernels that differ in nothing but their hyperparameters
-    if key not in _compiled:
-        with without_messages():
-            function = torch.compile(graph, dynamic=True)
-            count = len(formula.lengthscales)
-            shapes = [(d, 48), (d, 80)] if d else [(48, 80)]  # unequal, or one size would be taken for both
-            tensors = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes for _ in range(count)]
-            with torch.no_grad():
-                function(*tensors, *(torch.ones((), dtype=dtype, device=device) for _ in formula.numbers))
-        _compiled[key] = torch.no_grad()(function)
-    return _compiled[key]
+    with _compiling:
+        if key not in _compiled:
+            with without_messages():
+                function = torch.compile(graph, dynamic=True)
+                count = len(formula.lengthscales)
+                shapes = [(d, 48), (d, 80)] if d else [(48, 80)]  # unequal, or one size would be taken for both
+                tensors = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes for _ in range(count)]
+                with torch.no_grad():
+                    function(*tensors, *(torch.ones((), dtype=dtype, device=device) for _ in formula.numbers))
+            _compiled[key] = torch.no_grad()(function)
+        return _compiled[key]
 
 
 def _graph(formula: Formula, d: int) -> fx.GraphModule:

@@ -28,6 +28,7 @@ from ntk_iterncgp.predictive import (
     regression_uncertainty,
 )
 from ntk_iterncgp.priors.rows import DenseRows, Rows
+from ntk_iterncgp.threads import exclusively
 from ntk_iterncgp.tuning import starting_precision, tune_by_evidence
 from ntk_iterncgp.weight_posterior import ConditionedPosterior
 
@@ -100,7 +101,7 @@ class IterNCGPLaplace(FittedNetwork):
                 "since only then the groups are known. Call fit(train_loader) first."
             )
         posterior = unfolded(self.posterior, clusters).conditioned(self.prior_precision, self._noise_scale)
-        with evaluating(self.model), torch.no_grad():
+        with exclusively(self.model), evaluating(self.model), torch.no_grad():
             shares = torch.cat([posterior.contributions(rows) for rows in self._rows_at(x)])  # (b, B)
         return clusters.spread(shares)
 
@@ -108,7 +109,7 @@ class IterNCGPLaplace(FittedNetwork):
         if isinstance(x, GivenMoments):  # moments known already: laplace-torch's links are asked about them
             return x
         posterior = self._posterior_now()
-        with evaluating(self.model), self._gradients():
+        with exclusively(self.model), evaluating(self.model), self._gradients():
             if joint:
                 rows = self._all_rows_at(x)
                 mean, covariance = self._mean_of(rows, posterior).flatten(), posterior.covariance(rows, joint=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator
 
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from ntk_iterncgp.checkpoint import Checkpoint, open_call
 from ntk_iterncgp.data import FixedOrderData, Inputs, evaluating
+from ntk_iterncgp.laplace_addon.checks import check_hyperparameters
 from ntk_iterncgp.laplace_addon.saving import fingerprint, flatten, identity, same_fingerprint
 from ntk_iterncgp.network import (
     CLUSTERS,
@@ -31,7 +33,8 @@ from ntk_iterncgp.priors.jacobian import NetworkJacobian
 from ntk_iterncgp.priors.rows import Rows
 from ntk_iterncgp.solver import NewtonOptions, Policy, Stopping, resolve_policy
 from ntk_iterncgp.solver.report import FitReport
-from ntk_iterncgp.solver.stopping import whole_number
+from ntk_iterncgp.solver.stopping import seed_number, whole_number
+from ntk_iterncgp.threads import exclusively
 from ntk_iterncgp.weight_posterior import ConditionedPosterior, WeightPosterior
 
 
@@ -81,6 +84,9 @@ class FittedNetwork(BaseFunctionalLaplace):
                 "hessian_structure='iterncgp' expects the likelihood 'classification' or 'regression', but got "
                 f"{likelihood!r}."
             )
+        check_hyperparameters(
+            prior_precision=prior_precision, prior_mean=prior_mean, sigma_noise=sigma_noise, temperature=temperature
+        )
         if mean not in MEANS:
             raise ValueError(f"mean expects 'network' or 'refined', but got {mean!r}.")
         if policy is None:
@@ -102,7 +108,7 @@ class FittedNetwork(BaseFunctionalLaplace):
         num_actions = whole_number("num_actions", num_actions, at_least=1)
         max_products = num_actions
         if max_epochs is not None:
-            max_products = max(1, min(num_actions, int((max_epochs - 1 / 3) / PRODUCT_EPOCHS)))
+            max_products = max(1, int(min(num_actions, (max_epochs - 1 / 3) / PRODUCT_EPOCHS)))
         self.settings = NetworkSettings(
             mean=mean,
             policy=None if in_groups else resolve_policy(policy),
@@ -115,22 +121,23 @@ class FittedNetwork(BaseFunctionalLaplace):
                 newton_tol=newton_tol,
             ),
             options=NewtonOptions(max_rank, compression),
-            chunk_bytes=chunk_bytes,
-            seed=seed,
+            chunk_bytes=whole_number("chunk_bytes", chunk_bytes, at_least=1),
+            seed=seed_number(seed),
         )
         self._fitted = False
         _require_one_device(model)
-        super().__init__(
-            model,
-            likelihood,
-            sigma_noise=sigma_noise,
-            prior_precision=prior_precision,
-            prior_mean=prior_mean,
-            temperature=temperature,
-            enable_backprop=enable_backprop,
-            dict_key_x=dict_key_x,
-            dict_key_y=dict_key_y,
-        )
+        with exclusively(model):  # while another thread fits it, it holds other weights
+            super().__init__(
+                model,
+                likelihood,
+                sigma_noise=sigma_noise,
+                prior_precision=prior_precision,
+                prior_mean=prior_mean,
+                temperature=temperature,
+                enable_backprop=enable_backprop,
+                dict_key_x=dict_key_x,
+                dict_key_y=dict_key_y,
+            )
         self.posterior: WeightPosterior
         self._report: FitReport | None = None
         self._fit: NetworkFit | None = None  # what refine goes on from
@@ -171,7 +178,7 @@ class FittedNetwork(BaseFunctionalLaplace):
         if not override:
             raise ValueError("override=False is not offered: the posterior is that of one data set. Fit on all of it.")
         _require_one_device(self.model)
-        with evaluating(self.model):
+        with exclusively(self.model), evaluating(self.model):
             network = self._network(train_loader)
             call = open_call(checkpoint, "fit", lambda: identity(self, network))
             self._take(fit_network(network, self.settings, progress_bar=progress_bar, call=call))
@@ -200,18 +207,30 @@ class FittedNetwork(BaseFunctionalLaplace):
             )
         self._refresh_posterior()
         budget = Budget(epochs, seconds)
-        with evaluating(self.model):
+        with exclusively(self.model), evaluating(self.model):
             network, fitted = self._network(train_loader), self._fit
             call = open_call(checkpoint, "refine", lambda: identity(self, network, fitted, budget))
             self._take(refine_network(fitted, network, self.settings, budget, progress_bar=progress_bar, call=call))
 
     def estimate_cost(self, train_loader: DataLoader) -> Cost:
         """Seconds, epochs and memory of a fit and of predictions, from timing one batch; prints as a table."""
-        with evaluating(self.model):
+        with exclusively(self.model), evaluating(self.model):
             return estimate_cost(self._network(train_loader), self.settings, timed=True)
 
     def _network(self, loader: DataLoader) -> LinearisedNetwork:
         jacobian, data = self._open(loader)
+        check_hyperparameters(  # again, since they may have been set
+            prior_precision=self.prior_precision,
+            prior_mean=self.prior_mean,
+            sigma_noise=self.sigma_noise,
+            temperature=self.temperature,
+        )
+        noise_scale = float(self._noise_scale.detach())
+        if not (math.isfinite(noise_scale) and noise_scale > 0):
+            raise ValueError(
+                f"sigma_noise² · temperature is expected to be a positive number of {self._dtype}, but it is "
+                f"{noise_scale}. Scale the targets, or use float64."
+            )
         return LinearisedNetwork(
             jacobian,
             data,
@@ -250,8 +269,9 @@ class FittedNetwork(BaseFunctionalLaplace):
 
     def _refresh_posterior(self) -> None:
         """Called before every prediction: the model must still be that of the fit, frozen weights and buffers too."""
-        current = flatten(self._parameters())
-        if not (torch.equal(current, self.mean) and same_fingerprint(fingerprint(self.model), self._fingerprint)):
+        with exclusively(self.model):
+            current, now = flatten(self._parameters()), fingerprint(self.model)
+        if not (torch.equal(current, self.mean) and same_fingerprint(now, self._fingerprint)):
             raise RuntimeError(
                 "The model is expected to have the weights it was fitted with, but they have changed since. Call "
                 "fit(train_loader) again, or load the weights of the fit."

@@ -18,6 +18,7 @@ from ntk_iterncgp.priors.jacobian import Jacobian, NetworkJacobian, as_outputs
 from ntk_iterncgp.priors.last_layer import LastLayerJacobian
 from ntk_iterncgp.priors.ntk import in_parts
 from ntk_iterncgp.priors.rows import Rows
+from ntk_iterncgp.threads import exclusively
 
 
 @final
@@ -69,8 +70,10 @@ class IterNCGPLastLayerLaplace(IterNCGPLaplace):
     ) -> None:
         super().__init__(model, likelihood, sigma_noise, 1.0, 0.0, *args, **kwargs)
         self._given_prior = (prior_precision, prior_mean)  # checked against the last layer once it is known
+        with exclusively(model):
+            copied = deepcopy(model)
         self.extractor = FeatureExtractor(
-            deepcopy(model), last_layer_name, self.enable_backprop, feature_reduction=feature_reduction
+            copied, last_layer_name, self.enable_backprop, feature_reduction=feature_reduction
         )
         self.model = self.extractor
         if last_layer_name is not None:

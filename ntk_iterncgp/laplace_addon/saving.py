@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ntk_iterncgp.digests import described, digest
 from ntk_iterncgp.network import Budget, LinearisedNetwork, NetworkFit
+from ntk_iterncgp.weight_check import check_posterior
 from ntk_iterncgp.weight_posterior import WeightPosterior
 
 if TYPE_CHECKING:
@@ -86,7 +87,8 @@ def from_state_dict(la: IterNCGPLaplace, state: Mapping[str, Any]) -> None:
     """Take over a saved posterior, all of it or, where anything about it is wrong, none."""
     _check(la, state)
     _check_numbers(state, sum(la._layer_sizes()))
-    la.posterior = WeightPosterior.from_dict(state["posterior"], la._layer_sizes(), la._device)
+    posterior = WeightPosterior.from_dict(state["posterior"], la._layer_sizes(), la._device)
+    la.posterior = check_posterior(posterior, state["prior_precision"], state["sigma_noise"])
     la.mean, la._fingerprint = state["weights"].to(la._device), state["fingerprint"]
     la.prior_precision, la.prior_mean = state["prior_precision"], state["prior_mean"]
     la.sigma_noise, la.temperature = state["sigma_noise"], float(state["temperature"])

@@ -11,7 +11,7 @@ mean="refined"   Newton's method, from the network's outputs to the mode of the 
 from dataclasses import replace
 
 from ntk_iterncgp.checkpoint import UNSAVED, Call
-from ntk_iterncgp.network.cost import Cost, check_memory, estimate_cost
+from ntk_iterncgp.network.cost import Cost, check_memory, check_memory_to_refine, estimate_cost
 from ntk_iterncgp.network.linearised import (
     CLUSTERS,
     MEANS,
@@ -61,6 +61,7 @@ def refine_network(
     """Spend more on a fit, from where it stopped: the variance only falls."""
     assert fitted.first_look is not None
     fitted.first_look.check_same(network.first_look())
+    check_memory_to_refine(fitted, network, settings, budget)
     refine = refine_clusters if settings.policy is None else refine_by_products
     result = refine(fitted, network, settings, budget, progress_bar=progress_bar, call=call)
     return replace(result, first_look=fitted.first_look)

@@ -52,6 +52,7 @@ class Pass:
     directions: Tensor  # u (q, N, C), float64
     images: Tensor  # A (q·B, P)
     swept: Tensor  # which data are in A already (N,)
+    checksums: Tensor  # A h for a fixed h, summed on the way (q·B,), float64: what A is compared with in the end
     by_group: bool = False  # the data are visited group by group
 
     @property
@@ -71,13 +72,16 @@ class Pass:
         unfinished[self.labels[~self.swept]] = True
         return ~unfinished[self.labels]
 
-    def add(self, rows: Tensor, gradients: Tensor) -> None:  # (r,), (r, q, P) or (q, P) summed over one group
-        """Put the gradients of some data where they belong."""
+    def add(self, rows: Tensor, gradients: Tensor, h: Tensor) -> None:
+        """Put the gradients of some data, (r, q, P), or (q, P) summed over one group, where they belong."""
         images = self.images.view(len(self.directions), self.num_groups, -1)
+        checksums = self.checksums.view(len(self.directions), -1)
         if gradients.ndim == 2:
             images[:, self.labels[rows[0]]] += gradients
+            checksums[:, self.labels[rows[0]]] += gradients @ h
         else:
             images.index_add_(1, self.labels[rows], gradients.transpose(0, 1))
+            checksums.index_add_(1, self.labels[rows], (gradients @ h).T.double())
         self.swept[rows] = True
 
 
@@ -166,7 +170,9 @@ class Clusters:
             noise.index_add_(0, labels, (u * self.curvature(u)).sum(1))
             scaled.append(u * torch.where(noise > 0, noise.rsqrt(), 0.0)[labels, None])
         images = torch.zeros(len(directions) * num_groups, num_params, dtype=like.dtype, device=like.device)
-        return Pass(labels, torch.stack(scaled), images, torch.zeros(len(labels), dtype=torch.bool, device=like.device))
+        swept = torch.zeros(len(labels), dtype=torch.bool, device=like.device)
+        checksums = torch.zeros(len(images), dtype=torch.float64, device=like.device)
+        return Pass(labels, torch.stack(scaled), images, swept, checksums)
 
     # --- sweeping -------------------------------------------------------------------------------------------------
 
@@ -179,14 +185,14 @@ class Clusters:
         and each gradient goes to its group.
         """
         curved = torch.stack([self.curvature(u) for u in target.directions], 2)  # (N, C, q)
-        target.by_group = data.can_jump(len(self.outputs))
+        target.by_group, h = data.can_jump(len(self.outputs)), checksum_vector(target.images)
         if target.by_group:
             batches = _group_batches(target.labels, ~target.swept, data.batch_size)
             padded = [_padded(rows, data.batch_size) for rows in batches]
             for rows, filled, (x, _) in zip(batches, padded, data.visit(padded), strict=True):
                 cotangents = curved[filled].to(jacobian.dtype)
                 cotangents[len(rows) :] = 0
-                target.add(rows, jacobian.vjp(x, cotangents).T)  # (q, P)
+                target.add(rows, jacobian.vjp(x, cotangents).T, h)  # (q, P)
                 yield len(rows)
             return
         for rows, x in _missing_rows(data, target.swept):
@@ -194,7 +200,7 @@ class Clusters:
             for part in torch.arange(len(rows), device=rows.device).split(size):
                 inputs = slice_rows(x, part, len(rows))
                 cotangents = curved[rows[part]].to(jacobian.dtype)
-                target.add(rows[part], jacobian.vjp_each(inputs, cotangents))
+                target.add(rows[part], jacobian.vjp_each(inputs, cotangents), h)
             yield len(rows)
 
     # --- what there is ---------------------------------------------------------------------------------------------
@@ -271,6 +277,12 @@ def block_matrix(
             if complete[i] and complete[j]:
                 known[i, j] = found[i, j]
     return torch.cat([torch.cat([found[i, j] for j in range(len(complete))], 1) for i in range(len(complete))])
+
+
+def checksum_vector(images: Tensor) -> Tensor:  # (q·B, P) -> (P,)
+    """The h of the checksums: the same random numbers for every pass over the same weights."""
+    drawn = torch.randn(images.shape[1], generator=torch.Generator().manual_seed(0))
+    return drawn.to(images)
 
 
 def independent_columns(gram: Tensor) -> Tensor:  # (B, B) -> (B',)

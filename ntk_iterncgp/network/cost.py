@@ -6,20 +6,20 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
+from ntk_iterncgp.data import Inputs
+from ntk_iterncgp.memory import available_bytes, mebibytes, require_memory
 from ntk_iterncgp.network.grouping import MAX_FEATURES
-from ntk_iterncgp.network.linearised import PRODUCT_EPOCHS, LinearisedNetwork, NetworkSettings
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
+from ntk_iterncgp.network.linearised import PRODUCT_EPOCHS, Budget, LinearisedNetwork, NetworkFit, NetworkSettings
+from ntk_iterncgp.priors.jacobian import JVP_COLUMNS, Jacobian, NetworkJacobian
 
 TIMED_COLUMNS = 16  # of the actions, when a prediction is timed: all of them may not fit in memory
-WORKSPACE_BYTES = 64 * 2**20  # what PyTorch and a batch of activations take beside the arrays counted here
+WORKSPACE_BYTES = 64 * 2**20  # what PyTorch takes beside the arrays counted here
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,18 @@ class Cost:
     fit_bytes: int
     predict_bytes: int
     available_bytes: int | None
+    fixed_bytes: int = 0  # of fit_bytes, what does not depend on the number of actions
 
     def __str__(self) -> str:
         def seconds(value: float | None) -> str:
             return "–" if value is None else f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min"
 
-        def size(value: int | None) -> str:
-            return "unknown" if value is None else f"{value / 2**20:,.0f} MiB"
-
         return (
             f"{self.num_data:,} data, {self.num_params:,} weights, {self.num_actions:,} actions\n"
             f"{'':12}{'time':>12}{'memory':>14}\n"
-            f"{'fit':12}{seconds(self.fit_seconds):>12}{size(self.fit_bytes):>14}   {self.epochs:.1f} epochs\n"
-            f"{'predict':12}{seconds(self.predict_seconds):>12}{size(self.predict_bytes):>14}   per 1000 inputs\n"
-            f"{'available':24}{size(self.available_bytes):>14}"
+            f"{'fit':12}{seconds(self.fit_seconds):>12}{mebibytes(self.fit_bytes):>14}   {self.epochs:.1f} epochs\n"
+            f"{'predict':12}{seconds(self.predict_seconds):>12}{mebibytes(self.predict_bytes):>14}   per 1000 inputs\n"
+            f"{'available':24}{mebibytes(self.available_bytes):>14}"
         )
 
 
@@ -63,22 +61,28 @@ def estimate_cost(network: LinearisedNetwork, settings: NetworkSettings, *, time
     in_groups = settings.policy is None
     per_number = torch.empty(0, dtype=jacobian.dtype).element_size()
     actions = settings.num_actions
+    activations = activation_bytes(jacobian, x)
     if in_groups:
         actions = min(actions, num_data) * settings.cotangents
         epochs = 1 / 3 + (1 + 2 * settings.cotangents) / 3
         per_datum = 8 * num_outputs * (3 + 3 * settings.cotangents) + 2 * 4 * (MAX_FEATURES + num_outputs)
+        of_actions = 0
     else:
         epochs = 1 / 3 + PRODUCT_EPOCHS * actions
-        per_datum = 8 * num_outputs * 8 + 2 * per_number * num_outputs * actions
-    images = per_number * actions * jacobian.num_params
-    shared = images + settings.chunk_bytes + WORKSPACE_BYTES + 3 * 8 * actions**2
-    fit_bytes = shared + num_data * per_datum + 4 * 8 * jacobian.num_params
+        per_datum = 8 * num_outputs * 8
+        of_actions = 2 * per_number * num_outputs * num_data * actions  # S and T
+    at_once = max(1, min(rows, settings.chunk_bytes // jacobian.bytes_per_row(num_outputs)))
+    for_rows = at_once * (jacobian.bytes_per_row(num_outputs) + 2 * num_outputs * activations // rows)
+    images = _image_bytes(jacobian, actions)
+    # A backward pass holds gradients beside activations; rows of J are taken at another time than sweeps are made.
+    sweep = 2 * activations if in_groups else (1 + JVP_COLUMNS) * activations  # as many tangents beside each other
+    fixed_bytes = max(sweep, for_rows) + WORKSPACE_BYTES + num_data * per_datum + 6 * 8 * jacobian.num_params
+    fit_bytes = fixed_bytes + images + of_actions + 5 * 8 * actions**2
     fit_seconds = predict_seconds = None
     if timed:
         cotangents = torch.ones(rows, num_outputs, 1, dtype=jacobian.dtype, device=jacobian.device)
         epoch = _seconds(lambda: jacobian.vjp(x, cotangents)) * num_data / rows
         fit_seconds = epoch * epochs
-        at_once = max(1, min(rows, settings.chunk_bytes // jacobian.bytes_per_row(num_outputs)))
         part = next(data.chunk(x, at_once))
         columns = min(actions, TIMED_COLUMNS)
         random = torch.randn(jacobian.num_params, columns, dtype=jacobian.dtype, device=jacobian.device)
@@ -96,48 +100,62 @@ def estimate_cost(network: LinearisedNetwork, settings: NetworkSettings, *, time
         fit_seconds,
         predict_seconds,
         fit_bytes,
-        shared + images,
+        settings.chunk_bytes + WORKSPACE_BYTES + 2 * images,
         available_bytes(jacobian.device),
+        fixed_bytes,
     )
 
 
 def check_memory(cost: Cost) -> None:
     """Refuse what cannot fit, before it starts."""
-    if cost.available_bytes is not None and cost.fit_bytes > cost.available_bytes:
-        raise MemoryError(
-            f"The fit is expected to fit in memory, but it takes {cost.fit_bytes / 2**20:,.0f} MiB of "
-            f"{cost.available_bytes / 2**20:,.0f} MiB available. Use fewer actions (num_actions), less for rows of the "
-            f"Jacobian (chunk_bytes), or fewer weights.\n{cost}"
-        )
+    advice = "Use fewer actions (num_actions), less for rows of the Jacobian (chunk_bytes), or fewer weights."
+    require_memory(cost.fit_bytes, cost.available_bytes, f"{advice}\n{cost}")
 
 
-def available_bytes(device: torch.device) -> int | None:
-    """Memory that can still be had: of the GPU, or of the machine within the limits of this process."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    found = []
-    meminfo, status = _table("/proc/meminfo"), _table("/proc/self/status")
-    if "MemAvailable" in meminfo:
-        found.append(meminfo["MemAvailable"])
-    if resource is not None and "VmSize" in status:
-        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-        if limit != resource.RLIM_INFINITY:
-            found.append(limit - status["VmSize"])
-    limits = [Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current")]  # of a container
-    if all(file.exists() for file in limits):
-        allowed, used = (file.read_text().strip() for file in limits)
-        if allowed != "max":
-            found.append(int(allowed) - int(used))
-    return min(found) if found else None
+def check_memory_to_refine(
+    fitted: NetworkFit, network: LinearisedNetwork, settings: NetworkSettings, budget: Budget
+) -> None:
+    """The same for what is added to a fit: new actions, and copies in which they lie beside those that are there."""
+    cost = estimate_cost(network, settings, timed=False)
+    per_action = (cost.fit_bytes - cost.fixed_bytes) // cost.num_actions
+    most = fitted.num_data * fitted.num_outputs
+    epochs = min(1.0 if budget.epochs is None else budget.epochs, float(most))
+    if settings.policy is None:
+        more = min(most, cost.num_actions * math.ceil(epochs / ((1 + 2 * settings.cotangents) / 3)))
+        needed = per_action * (fitted.posterior.rank + 2 * more)
+    else:
+        more = min(most, max(1, round(epochs / PRODUCT_EPOCHS)))
+        needed = int(2.5 * per_action * (fitted.posterior.rank + more))  # columns grow by half, into another place
+    advice = "Ask for fewer epochs at once, fit with max_rank, or use less for rows of the Jacobian (chunk_bytes)."
+    require_memory(cost.fixed_bytes + needed, cost.available_bytes, advice)
 
 
-def _table(path: str) -> dict[str, int]:
-    """Lines such as `MemAvailable:  123 kB`, in bytes; nothing where there is no such file."""
-    file = Path(path)
-    if not file.exists():
-        return {}
-    lines = [line.split() for line in file.read_text().splitlines()]
-    return {line[0].rstrip(":"): 1024 * int(line[1]) for line in lines if len(line) == 3 and line[2] == "kB"}
+def _image_bytes(jacobian: NetworkJacobian, actions: int) -> int:
+    return actions * jacobian.num_params * torch.empty(0, dtype=jacobian.dtype).element_size()
+
+
+def activation_bytes(jacobian: NetworkJacobian, x: Inputs) -> int:
+    """What a forward pass over a batch keeps for its backward pass, beside inputs and weights."""
+    if not isinstance(jacobian, Jacobian):
+        return 0
+    leaves = {name: value.detach().requires_grad_() for name, value in jacobian.params.items()}
+    inputs = x.values() if hasattr(x, "values") and not isinstance(x, Tensor) else [x]
+    known = {t.untyped_storage().data_ptr() for t in (*leaves.values(), *inputs) if isinstance(t, Tensor)}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def unpack(tensor: Any) -> Any:
+        return tensor
+
+    with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
+        outputs = jacobian.forward(x, leaves)
+    del outputs
+    return sum(kept.values())
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -11,6 +11,7 @@ k-means without the weights 81.8 %, groups at random 78.5 %.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -105,9 +106,10 @@ def last_features(model: nn.Module) -> Iterator[Callable[[int], Tensor | None]]:
     layer, or where its input does not have one row per datum.
     """
     latest: list[Tensor] = []
+    thread = threading.get_ident()  # another one may be using the model too
 
     def remember(module: nn.Module, inputs: tuple[Inputs, ...]) -> None:
-        if inputs and isinstance(inputs[0], Tensor):
+        if threading.get_ident() == thread and inputs and isinstance(inputs[0], Tensor):
             latest[:] = [inputs[0].detach()]
 
     def features(num_rows: int) -> Tensor | None:

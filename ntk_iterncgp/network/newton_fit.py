@@ -20,6 +20,7 @@ from ntk_iterncgp.network.linearised import (
 )
 from ntk_iterncgp.network.progress import data_digests
 from ntk_iterncgp.priors.ntk import NetworkImages, NTKPrior, sweep_outputs
+from ntk_iterncgp.self_check import checked
 from ntk_iterncgp.solver import (
     Anchor,
     Position,
@@ -34,6 +35,7 @@ from ntk_iterncgp.solver import (
 from ntk_iterncgp.solver.inner import inner_loop
 from ntk_iterncgp.solver.report import Record, Run, drive, seconds_spent
 from ntk_iterncgp.solver.state import State
+from ntk_iterncgp.weight_check import check_posterior
 from ntk_iterncgp.weight_posterior import WeightPosterior
 
 
@@ -78,7 +80,7 @@ def refine_by_products(
 ) -> NetworkFit:
     """More products from where the last run stopped."""
     state = _with_data(fitted.progress, network)
-    products = 10**9 if budget.epochs is None else max(1, round(budget.epochs / PRODUCT_EPOCHS))
+    products = 10**9 if budget.epochs is None else max(1, round(min(budget.epochs, 1e9) / PRODUCT_EPOCHS))
     left = state.problem.curvature_rank - state.buffer.size
     stopping = replace(settings.stopping, max_products=max(1, min(products, left)))
     more, history = replace(settings, stopping=stopping), fitted.report.history
@@ -139,12 +141,17 @@ def _finish(
         call=call,
         data=data,
     )
-    posterior = _weight_posterior(state, network, settings.mean == "refined")
+    ascends = settings.mean == "refined" and settings.options.keeps_mean and network.classification
+    state = checked(state, report.history, ascends=ascends)
+    posterior = check_posterior(
+        _weight_posterior(state, network, settings.mean == "refined"), network.prior_precision, network.noise_scale
+    )
     report = replace(
         report,
         advice=advice_after(report.status),
         history=[replace(record, epochs=_epochs(record.num_products)) for record in report.history],
-        epochs=_epochs(report.num_products),
+        num_products=state.problem.prior.num_products,  # with those that mending took
+        epochs=_epochs(state.problem.prior.num_products),
         trace_is_exact=posterior.trace_is_exact,
     )
     loss = _loss(state, network.classification, settings.mean == "refined")

@@ -40,9 +40,11 @@ from ntk_iterncgp.network.progress import (
     seen_batches,
     to_content,
 )
+from ntk_iterncgp.network.self_check import checked_passes, each_rows
 from ntk_iterncgp.priors.ntk import NTKPrior
 from ntk_iterncgp.solver.report import FitReport, Record
 from ntk_iterncgp.solver.stopping import Status
+from ntk_iterncgp.weight_check import check_posterior
 from ntk_iterncgp.weight_posterior import WeightPosterior
 
 METER_READINGS = 2  # in the first sweep: each costs P·B² operations
@@ -88,6 +90,7 @@ def refine_clusters(
         clusters=progress.clusters.copy(),
         history=[*progress.history],
     )
+    checked_passes(progress.clusters, float(progress.curvature_diagonal.sum()), network, settings, visit=False)
     turn = Turn(None if budget.epochs is None else progress.epochs + budget.epochs, max_passes=None)
     data = data_digests(network.data) if call.is_kept else None
     return Spending(progress, turn, network, settings, budget, call, data, progress_bar).run()
@@ -188,11 +191,13 @@ class Spending:
         clusters, network = self.progress.clusters, self.network
         if self.turn.was_cut_short:
             last = clusters.passes[-1]
-            clusters.passes[-1] = replace(last, images=last.images.clone(), swept=last.swept.clone())
+            copies = {name: getattr(last, name).clone() for name in ("images", "swept", "checksums")}
+            clusters.passes[-1] = replace(last, **copies)
         else:
             like = torch.empty(0, dtype=network.jacobian.dtype, device=network.jacobian.device)
             directions = clusters.directions(self.settings.cotangents)
-            target = clusters.new_pass(directions, self.settings.num_actions, like, network.jacobian.num_params)
+            num_groups = min(self.settings.num_actions, len(clusters.outputs))
+            target = clusters.new_pass(directions, num_groups, like, network.jacobian.num_params)
             clusters.passes.append(target)
         self.turn.missing = int((~clusters.passes[-1].swept).sum())
         self.turn.done = self.turn.readings = 0
@@ -302,7 +307,14 @@ def unfolded(posterior: WeightPosterior, clusters: Clusters) -> WeightPosterior:
 
 def _result(progress: Progress, network: LinearisedNetwork, settings: NetworkSettings, status: Status) -> NetworkFit:
     clusters = progress.clusters
-    posterior = weight_posterior(progress, network)
+    with interruptible():  # what is about to be checked would be lost
+        visited = checked_passes(clusters, float(progress.curvature_diagonal.sum()), network, settings)
+        posterior = check_posterior(
+            weight_posterior(progress, network),
+            network.prior_precision,
+            network.noise_scale,
+            each_rows(network, visited),
+        )
     if settings.options.max_rank is not None:
         posterior = posterior.compress(settings.options.max_rank, network.prior_precision, network.noise_scale)
     if network.classification:

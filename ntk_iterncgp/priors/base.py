@@ -6,6 +6,7 @@
     at(x, S)       m(x), k(x, X) S and k(x, x)            at new inputs, float64; asked together since a network answers
                                                           all three from the same rows of its Jacobian
     blocks()       the C×C diagonal blocks of K           in sweeps over the data; for the evidence
+    pick(rows)     some training inputs, as `at` takes them: by asking about these a run is checked
 
 A *product* is K applied to one n-vector. Solver and posterior know nothing else about where the covariance comes from.
 """
@@ -70,6 +71,15 @@ class Prior(ABC):
     @abstractmethod
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """The diagonal blocks of K: slices of the data, each with its (rows, C, C) in float64."""
+
+    @abstractmethod
+    def pick(self, rows: Tensor) -> Iterator[tuple[Tensor, Any]]:
+        """The training inputs with these numbers (ascending), in parts that can be asked about at once."""
+
+    @property
+    def product_tolerance(self) -> float:
+        """What a product may leave out beyond rounding: entries of K below this share of k(x, x)."""
+        return 0.0
 
     def variance_scale(self) -> float:
         """The largest prior variance among the first training inputs."""

@@ -54,6 +54,9 @@ class DensePrior(Prior):
         data = slice(0, self.num_data)
         yield data, self._blocks_of(torch.arange(self.num_data, device=self.device)).double()
 
+    def pick(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        yield rows, rows
+
     def _blocks_of(self, x: Tensor) -> Tensor:  # (b, C, C)
         rows = self._rows_of(x).reshape(len(x), self.num_outputs)
         return self._covariance[rows[:, :, None], rows[:, None, :]]

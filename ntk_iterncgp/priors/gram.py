@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ntk_iterncgp.columns import Buffer, Columns, DenseColumns, Images, KroneckerColumns
 from ntk_iterncgp.kernels import Kernel, KernelMatrix
+from ntk_iterncgp.kernels.choice import DEFAULT_TOLERANCE
 from ntk_iterncgp.priors.base import AtInputs, Prior
 
 
@@ -97,6 +98,15 @@ class GramPrior(Prior):
         for start in range(0, self.num_data, step):
             data = slice(start, min(start + step, self.num_data))
             yield data, self.blocks_of(self.inputs[data])
+
+    def pick(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        yield rows, self.inputs[rows]
+
+    @property
+    def product_tolerance(self) -> float:
+        if all(matrix.choice.pattern is None for matrix in self.matrices):
+            return 0.0
+        return DEFAULT_TOLERANCE if self.tolerance is None else self.tolerance
 
     def blocks_of(self, x: Tensor) -> Tensor:  # (b, C, C)
         """k(x, x) at each input, in float64."""

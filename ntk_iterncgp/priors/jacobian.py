@@ -16,17 +16,16 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, jvp, vjp, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ntk_iterncgp.data import Inputs, slice_rows
 from ntk_iterncgp.priors.layers import layer_rows, layers_of
 from ntk_iterncgp.priors.rows import DenseRows, Rows
+from ntk_iterncgp.threads import FORWARD_MODE, exclusively, plain_attention
 
 JVP_COLUMNS, JVP_BYTES = 8, 2 * 2**20
 """How many tangents share a primal pass: up to 8, while as many copies of a batch of inputs fit in 2 MiB. Beyond that
@@ -91,14 +90,15 @@ class Jacobian(NetworkJacobian):
         """The model's outputs as (b, C); a regression model may return (b,)."""
         values = self.params if params is None else params
         named = {alias: values[name] for name, aliases in self._aliases.items() for alias in aliases}
-        return as_outputs(functional_call(self.model, named, (x,), tie_weights=False))
+        with exclusively(self.model):
+            return as_outputs(functional_call(self.model, named, (x,), tie_weights=False))
 
     # --- products on a batch --------------------------------------------------------------------------------------
 
     def vjp(self, x: Inputs, cotangents: Tensor) -> Tensor:  # (b, C, k) -> (P, k)
         """JᵀV summed over a batch."""
         leaves = {name: value.requires_grad_() for name, value in self._fresh().items()}
-        with torch.enable_grad(), _differentiable_attention():
+        with torch.enable_grad(), plain_attention():
             outputs = self.forward(x, leaves)
             columns = []
             for j in range(cotangents.shape[2]):
@@ -118,7 +118,7 @@ class Jacobian(NetworkJacobian):
         def push(tangent: Tensor) -> Tensor:
             return jvp(lambda p: self.forward(x, p), (self.params,), (self._unflatten(tangent),))[1]
 
-        with torch.no_grad(), _differentiable_attention():
+        with torch.no_grad(), plain_attention(), exclusively(self.model), FORWARD_MODE:
             try:
                 parts = []
                 for block in tangents.split(_tangents_at_once(x), 1):
@@ -151,7 +151,8 @@ class Jacobian(NetworkJacobian):
 
     def rows(self, x: Inputs, num_rows: int) -> Rows:
         if self._places is not None and not torch.is_grad_enabled():
-            rows = layer_rows(self.model, lambda: self.forward(x), self._places, self.sizes)
+            with exclusively(self.model):  # it is watched by hooks
+                rows = layer_rows(self.model, lambda: self.forward(x), self._places, self.sizes)
             if rows is not None and (self._proven or rows.agrees_with(lambda c: self.vjp(x, c[..., None])[:, 0])):
                 self._proven = True
                 return rows
@@ -161,7 +162,7 @@ class Jacobian(NetworkJacobian):
             blocks = jacrev(outputs)(self.params)
             return torch.cat([blocks[name].flatten(1) for name in self.params], 1)
 
-        with _differentiable_attention():
+        with plain_attention():
             return DenseRows(self.forward(x), self._each(jacobian, x, num_rows))
 
     def vjp_each(self, x: Inputs, cotangents: Tensor) -> Tensor:  # (b, C, k) -> (b, k, P)
@@ -169,7 +170,7 @@ class Jacobian(NetworkJacobian):
             pulled = vmap(vjp(outputs, self.params)[1], in_dims=1)(block)[0]
             return torch.cat([pulled[name].flatten(1) for name in self.params], 1)
 
-        with torch.no_grad(), _differentiable_attention():
+        with torch.no_grad(), plain_attention():
             return self._each(pull_back, x, len(cotangents), cotangents)
 
     def _each(self, compute: Callable[..., Tensor], x: Inputs, num_rows: int, *extra: Tensor) -> Tensor:
@@ -271,15 +272,3 @@ def _tangents_at_once(x: Inputs) -> int:
     tensors = [value for value in (x.values() if isinstance(x, Mapping) else [x]) if isinstance(value, Tensor)]
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     return max(1, min(JVP_COLUMNS, JVP_BYTES // max(1, size)))
-
-
-@contextmanager
-def _differentiable_attention() -> Iterator[None]:
-    """Fused attention kernels have no forward-mode derivative; the plain formula has."""
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast_path)

@@ -142,6 +142,9 @@ class NTKPrior(Prior):
             for data, rows in self.rows():
                 yield data, rows.covariance(self.prior_variance)
 
+    def pick(self, rows: Tensor) -> Iterator[tuple[Tensor, Inputs]]:
+        return self.data.pick(rows, self.num_data, self._rows_at_once())
+
     def curvature_trace(self, curvature: Weight) -> float:
         return float(self.curvature_diagonal(curvature) @ self.prior_variance)
 

@@ -47,6 +47,11 @@ class NewtonOptions:
         if self.compression not in COMPRESSIONS:
             raise ValueError(f"compression expects one of {COMPRESSIONS}, but got {self.compression!r}.")
 
+    @property
+    def keeps_mean(self) -> bool:
+        """Whether compression leaves Newton's point where it is, so that Ψ never falls."""
+        return self.max_rank is None or self.compression != "eigen"
+
 
 def initial_state(problem: Problem, *, seed: int, capacity: int, kronecker: bool = False) -> State:
     """f = m, or the anchor where there is one; no actions (Alg. 1, lines 2 to 4)."""
@@ -105,8 +110,10 @@ def newton(
         elif prior.num_products >= at.limit and (stopping.spend_all or is_close):
             status = Status.CONVERGED if converged else Status.BUDGET
         at = replace(at, steps_left=at.steps_left - 1, step_start=None, status=status)
-        state = replace(state, newton_step=state.newton_step + 1, position=at)
+        last, state = state, replace(state, newton_step=state.newton_step + 1, position=at)
         state = virtual_solver_run(state, iterate, max_rank=options.max_rank, compression=options.compression)
+        if not damped and not _is_finite(state):
+            return last.with_counters(position=None), Status.DIVERGED
         yield state  # line 6: the noise at the new point, for the actions there are
     out_of_steps = Status.BUDGET if prior.num_products >= at.limit else Status.NEWTON_STEPS
     return state.with_counters(position=None), at.status or out_of_steps
@@ -156,6 +163,11 @@ def ascend(state: State) -> Iterate:
         if not moved:
             break
     return iterate
+
+
+def _is_finite(state: State) -> bool:
+    """Whether the linear system at a point can be written down: a finite log p does not make its curvature finite."""
+    return bool(torch.isfinite(state.noise_gram).all()) and math.isfinite(state.relative_residual)
 
 
 def _is_close(new: Iterate, old: Iterate, tolerance: float) -> bool:

@@ -97,7 +97,7 @@ def resolve_policy(policy: str | Policy) -> Policy:
     """A policy by name, or the callable itself."""
     if callable(policy):
         return policy
-    if policy not in POLICIES:
+    if not isinstance(policy, str) or policy not in POLICIES:
         names = ", ".join(repr(name) for name in POLICIES)
         raise ValueError(
             f"policy expects one of {names}, or a callable from a state to actions (n, k); got {policy!r}."

@@ -40,6 +40,20 @@ def whole_number(name: str, value: object, *, at_least: int, or_none: bool = Fal
     return int(value)
 
 
+def seed_number(value: object) -> int:
+    seed = whole_number("seed", value, at_least=0)
+    if seed >= 2**63:
+        raise ValueError(f"seed expects a whole number below 2^63, but got {seed}.")
+    return seed
+
+
+def share(name: str, value: object) -> float:
+    """A tolerance: a number of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+        raise ValueError(f"{name} expects a number of at least 0, but got {value!r}.")
+    return value
+
+
 @dataclass(frozen=True)
 class Stopping:
     """The budget and the tolerances, in the units that cost."""
@@ -55,5 +69,4 @@ class Stopping:
         for name in ("max_products", "products_per_step", "max_newton_steps"):
             object.__setattr__(self, name, whole_number(name, getattr(self, name), at_least=1))
         for name in ("newton_tol", "residual_tol"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} expects a number of at least 0, but got {getattr(self, name)!r}.")
+            share(name, getattr(self, name))

@@ -1,0 +1,188 @@
+"""The self-check of the one-epoch posterior, after every fit and refine by `clusters`.
+
+For passes with labels, directions u and images A_b = Σ_{n∈b} J_nᵀ W_n u_n,
+
+    checksums  A h for a random h, which was summed beside A while the data were swept: all groups at O(PB)
+    outputs    f(x; θ*) at some data: neither data nor weights have changed
+    groups     A_b computed anew for a few whole groups of the latest pass
+    adjoint    (Jᵀv)ᵀt = vᵀ(J t) for random v and t, where Jᵀ is that of the sweep and J that of predictions
+    noise      UᵀWU has 1 on its diagonal for every whole group, as the directions were scaled
+
+Groups whose checksum is off are swept again, and all of them where a group computed anew differs; with a warning, and
+then they are checked again. What still fails is raised. Rounding is measured against √tr(JᵀWJ), which bounds the sum
+of the norms of all gradients of a group, since its directions have unit noise. The posterior made of the passes is then
+looked at as `weight_check.py` says, at a few data of those above.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ntk_iterncgp.data import Inputs, slice_rows
+from ntk_iterncgp.network.clusters import Clusters, Pass, checksum_vector
+from ntk_iterncgp.network.linearised import LinearisedNetwork, NetworkSettings
+from ntk_iterncgp.priors.jacobian import Rows
+from ntk_iterncgp.self_check import MIN_DATA, ROWS, SelfCheckError, refusal
+from ntk_iterncgp.weight_check import network_rounding
+
+GROUP_SHARE, MAX_GROUPS = 0.01, 4  # what is computed anew: groups with at most this share of all data, or 64
+
+
+@dataclass
+class Findings:
+    """What is wrong, each the end of a sentence; which actions of each pass to sweep again; some inputs."""
+
+    told: list[str] = field(default_factory=list)
+    stale: list[Tensor] = field(default_factory=list)  # (q·B,) each
+    visited: list[Inputs] = field(default_factory=list)
+
+
+def checked_passes(
+    clusters: Clusters,
+    curvature_trace: float,
+    network: LinearisedNetwork,
+    settings: NetworkSettings,
+    *,
+    visit: bool = True,
+) -> list[Inputs]:
+    """Check the passes, sweep again what is not as it should be, in place; returns a few inputs. `visit=False` leaves
+    the data alone: enough to see, before more is added, that nothing has happened to the sums since the last check."""
+    found = _problems(clusters, curvature_trace, network, settings, visit)
+    if found.told and any(bool(stale.any()) for stale in found.stale):
+        warnings.warn(
+            f"The self-check expected {'; and '.join(found.told)}. These groups are swept again.",
+            stacklevel=4,
+        )
+        for done, stale in zip(clusters.passes, found.stale, strict=True):
+            _sweep_again(clusters, done, stale, network, settings.chunk_bytes)
+        found = _problems(clusters, curvature_trace, network, settings, visit)
+    if found.told:
+        raise SelfCheckError(refusal(found.told))
+    return found.visited
+
+
+def _sweep_again(clusters: Clusters, done: Pass, stale: Tensor, network: LinearisedNetwork, chunk_bytes: int) -> None:
+    groups = stale.view(len(done.directions), -1).any(0)  # all directions of a group come from one sweep
+    if not bool(groups.any()):
+        return
+    for sums in (done.images, done.checksums):
+        sums.view(len(done.directions), len(groups), -1)[:, groups] = 0
+    again = replace(done, swept=~(groups[done.labels] & done.swept))
+    for _ in clusters.sweep(again, network.jacobian, network.data, chunk_bytes):
+        pass
+
+
+# --- the checks ---------------------------------------------------------------------------------------------------
+
+
+def _problems(
+    clusters: Clusters, curvature_trace: float, network: LinearisedNetwork, settings: NetworkSettings, visit: bool
+) -> Findings:
+    found = Findings(stale=[torch.zeros_like(done.checksums, dtype=torch.bool) for done in clusters.passes])
+    size = max(curvature_trace, 0.0) ** 0.5
+    for done, stale in zip(clusters.passes, found.stale, strict=True):
+        allowed = 10 * network_rounding(done.images.dtype) * size
+        off = ~((done.images @ checksum_vector(done.images) - done.checksums).abs() <= allowed)
+        if bool(off.any()):
+            stale |= off
+            found.told.append(f"images that are what was summed on the way, but {int(off.sum())} are not")
+        if not _has_unit_noise(clusters, done):
+            found.told.append("directions with unit noise in every group, but some have another")
+    if visit and not found.told:
+        _visit(clusters, size, network, settings, found)
+    return found
+
+
+def _has_unit_noise(clusters: Clusters, done: Pass) -> bool:
+    """Or no direction at all, for a group that the data say nothing about. Of decided data W is known to eps alone."""
+    eps = torch.finfo(torch.float64).eps
+    for u in done.directions:
+        sums = torch.zeros(2, done.num_groups, dtype=torch.float64, device=u.device)
+        per_datum = torch.stack([(u * clusters.curvature(u)).sum(1), u.square().sum(1)])
+        noise, length = sums.index_add_(1, done.labels, per_datum)
+        if not bool((((noise - 1).abs() <= 1e-6 + 16 * eps * length) | (length == 0)).all()):
+            return False
+    return True
+
+
+def _visit(
+    clusters: Clusters, size: float, network: LinearisedNetwork, settings: NetworkSettings, found: Findings
+) -> None:
+    """Look at some data again, all in one go."""
+    jacobian, (num_data, num_outputs) = network.jacobian, clusters.shape
+    latest, device = clusters.passes[-1], clusters.outputs.device
+    generator = torch.Generator().manual_seed(len(clusters.passes))
+    groups = _some_groups(latest, max(ROWS, int(GROUP_SHARE * num_data)), generator).to(device)
+    few = torch.randint(num_data, (max(MIN_DATA, -(-ROWS // num_outputs)),), generator=generator).to(device)
+    chosen = torch.isin(latest.labels, groups)
+    rows = torch.cat([few, chosen.nonzero()[:, 0]]).unique()
+    sums = latest.images.new_zeros(len(latest.directions), len(groups), jacobian.num_params)
+    error, at_once = 0.0, max(1, settings.chunk_bytes // jacobian.bytes_per_row(num_outputs))
+    with torch.no_grad():
+        for part, x in network.data.pick(rows, num_data, max(ROWS, network.data.batch_size)):
+            error = max(error, float((jacobian.forward(x).double() - clusters.outputs[part]).abs().max()))
+            for g, group in enumerate(groups.tolist()):
+                here = (latest.labels[part] == group).nonzero()[:, 0]
+                if len(here):
+                    curved = [clusters.curvature(u[part[here]], part[here]) for u in latest.directions]
+                    cotangents = torch.stack(curved, 2).to(jacobian.dtype)
+                    sums[:, g] += jacobian.vjp(slice_rows(x, here, len(part)), cotangents).T
+            here = torch.isin(part, few).nonzero()[:, 0][:at_once]
+            if len(here):
+                found.visited.append(slice_rows(x, here, len(part)))
+    allowed = network_rounding(jacobian.dtype)
+    if not error <= 10 * allowed * (1 + float(clusters.outputs.abs().max())):
+        found.told.append(f"the model's outputs to be those of the fit, but at some data they differ by {error:.1e}")
+        return
+    stored = latest.images.view(len(latest.directions), latest.num_groups, -1)[:, groups]
+    off = torch.linalg.vector_norm((sums - stored).double(), dim=2)  # (q, groups)
+    if not bool((off <= allowed * size).all()):
+        found.told.append(
+            f"images that are sums of gradients, but of {len(groups)} computed again one differs by "
+            f"{float(off.max()):.1e}, where rounding explains {allowed * size:.1e}"
+        )
+        for stale in found.stale:
+            stale.fill_(True)
+    for x in found.visited:
+        _check_adjoint(network, x, found)
+
+
+def _some_groups(done: Pass, max_data: int, generator: torch.Generator) -> Tensor:
+    """Random groups that have been swept as a whole, a few, and not too large together."""
+    counts = torch.bincount(done.labels, minlength=done.num_groups).cpu()
+    swept = torch.bincount(done.labels[done.swept], minlength=done.num_groups).cpu()
+    whole = ((swept == counts) & (counts > 0) & (counts <= max_data)).nonzero()[:, 0]
+    shuffled = whole[torch.randperm(len(whole), generator=generator)][:MAX_GROUPS]
+    return shuffled[counts[shuffled].cumsum(0) <= max_data].sort().values
+
+
+def _check_adjoint(network: LinearisedNetwork, x: Inputs, found: Findings) -> None:
+    """Reverse mode summed over a batch, as in sweeps, against rows of J, as in predictions."""
+    jacobian, generator = network.jacobian, torch.Generator().manual_seed(1)
+    rows = rows_at(network, x)
+    v = torch.randn(rows.outputs.shape, generator=generator).to(rows.outputs)
+    t = torch.randn(jacobian.num_params, generator=generator).to(rows.outputs)
+    with torch.no_grad():
+        left = float(jacobian.vjp(x, v[..., None])[:, 0].double() @ t.double())
+        right = float((v.double() * rows.times(t[:, None])[..., 0]).sum())
+        unit = torch.ones(jacobian.num_params, dtype=torch.float64, device=v.device)
+        scale = float(v.double().norm() * rows.covariance(unit).diagonal(dim1=1, dim2=2).sum().sqrt())
+    if not abs(left - right) <= network_rounding(jacobian.dtype) * scale:
+        found.told.append(
+            f"the model's derivatives to agree between sweeps and predictions, but (Jᵀv)ᵀt = {left:.6g} and "
+            f"vᵀ(J t) = {right:.6g}"
+        )
+
+
+def rows_at(network: LinearisedNetwork, x: Inputs) -> Rows:
+    return network.jacobian.rows(x, network.data.num_rows(x))
+
+
+def each_rows(network: LinearisedNetwork, visited: list[Inputs]) -> Iterator[Rows]:
+    with torch.no_grad():
+        yield from (rows_at(network, x) for x in visited)

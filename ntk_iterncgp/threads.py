@@ -1,0 +1,88 @@
+"""Two fits in two threads of one process must not disturb each other, also where they share a model.
+
+Putting a model in eval mode and back, or switching a backend of PyTorch, changes something that all threads see: the
+first to come sets it, and the last to go puts it back (`together`). A forward pass with exchanged weights puts them
+into the model for its duration: fits of one model wait for each other (`exclusively`). And PyTorch's forward mode has
+one level of tangents for the whole process, which whoever leaves it clears for all: one at a time (`FORWARD_MODE`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.backends import cuda, mha
+
+T = TypeVar("T")
+
+ATTENTION = {
+    "math": (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    "flash": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    "mem_efficient": (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    "cudnn": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+}  # the ways to compute attention, on any device, and their switches
+
+FORWARD_MODE = threading.RLock()
+
+_lock = threading.RLock()
+_inside: dict[int, tuple[int, Any]] = {}  # how many are inside, and what to put back
+_models: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+
+
+@contextmanager
+def together(thing: object, enter: Callable[[], T], leave: Callable[[T], object]) -> Iterator[None]:
+    """`enter` before the first of all threads comes in, and `leave`, with what it returned, after the last has gone."""
+    with _lock:
+        users, kept = _inside.get(id(thing), (0, None))
+        _inside[id(thing)] = (users + 1, enter() if users == 0 else kept)
+    try:
+        yield
+    finally:
+        with _lock:
+            users, kept = _inside.pop(id(thing))
+            if users == 1:
+                leave(kept)
+            else:
+                _inside[id(thing)] = (users - 1, kept)
+
+
+def enter_eval_mode(model: nn.Module) -> list[tuple[nn.Module, bool]]:
+    """Returns each module's own flag as it was."""
+    flags = [(module, module.training) for module in model.modules()]
+    model.eval()
+    return flags
+
+
+def leave_eval_mode(flags: list[tuple[nn.Module, bool]]) -> None:
+    for module, training in flags:
+        module.training = training
+
+
+def exclusively(model: nn.Module) -> threading.RLock:
+    """A lock to hold while the weights of a model are exchanged."""
+    with _lock:
+        return _models.setdefault(model, threading.RLock())
+
+
+@contextmanager
+def plain_attention() -> Iterator[None]:
+    """Fused attention kernels have no forward-mode derivative; the plain formula has."""
+
+    def enter() -> tuple[bool, ...]:
+        before = (mha.get_fastpath_enabled(), *(enabled() for enabled, _ in ATTENTION.values()))
+        mha.set_fastpath_enabled(False)
+        for name, (_, enable) in ATTENTION.items():
+            enable(name == "math")
+        return before
+
+    def leave(before: tuple[bool, ...]) -> None:
+        mha.set_fastpath_enabled(before[0])
+        for (_, enable), value in zip(ATTENTION.values(), before[1:], strict=True):
+            enable(value)
+
+    with together(ATTENTION, enter, leave):  # and not `sdpa_kernel`, which the thread that entered it must leave
+        yield
