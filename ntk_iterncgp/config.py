@@ -22,7 +22,7 @@ from ntk_iterncgp.solver import POLICIES
 KERNELS = ("RBF", "Matern12", "Matern32", "Matern52")
 TASKS = ("classification", "regression")
 PROTOCOLS = ("crossfit", "validation", "none")
-BASELINES = ("map", "temperature", "prior", "last_layer", "kfac", "sod", "ella", "exact")
+BASELINES = ("map", "temperature", "prior", "last_layer", "kfac", "sod", "ella", "valla", "exact")
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,8 @@ class EvaluateConfig:
     sod_size: int = 100  # data in the subset
     ella_size: int = 500
     ella_rank: int = 20
+    valla_size: int = 100  # inducing points
+    valla_steps: int = 500  # minibatches
     exact_limit: int = 4000  # the exact posterior is computed for at most so many weights
 
 
@@ -198,14 +200,9 @@ LEAST = {
     "fit.max_rank": 1,
     "tuning.validation_size": 1,
     "tuning.steps_per_decade": 1,
-    "evaluate.link_samples": 1,
-    "evaluate.bootstrap": 1,
-    "evaluate.sod_size": 1,
-    "evaluate.ella_size": 1,
-    "evaluate.ella_rank": 1,
-    "evaluate.exact_limit": 1,
     "seed": 0,
 }
+LEAST |= {f"evaluate.{f.name}": 1 for f in fields(EvaluateConfig) if f.name != "baselines"}
 
 
 def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> RunConfig:

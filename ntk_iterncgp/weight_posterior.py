@@ -55,19 +55,17 @@ class WeightPosterior:
     @cached_property
     def unit_gram(self) -> Tensor:  # (B, B)
         """AᵀA."""
-        return self._gram_of(self.images)
+        return inner_products(self.images, self.images)
 
     @cached_property
     def layer_grams(self) -> Tensor:  # (L, B, B)
         """A_lᵀA_l for each parameter tensor."""
-        return torch.stack([self._gram_of(part) for part in self.images.split(self.layer_sizes)])
+        return torch.stack([inner_products(part, part) for part in self.images.split(self.layer_sizes)])
 
-    def _gram_of(self, images: Tensor) -> Tensor:  # (p, B) -> (B, B)
-        """Products in the dtype of the images, whose rounding is allowed for as noise; their sum in float64."""
-        total = torch.zeros_like(self.noise_gram)
-        for part in images.split(SLICE_ROWS):
-            total += part.T @ part
-        return total
+    def knowing(self, unit_gram: Tensor) -> WeightPosterior:  # (B, B)
+        """Itself, where AᵀA has been computed already."""
+        self.__dict__["unit_gram"] = unit_gram
+        return self
 
     def gram(self, prior_precision: Tensor) -> Tensor:  # (1,), (L,) or (P,) -> (B, B)
         """AᵀΛ⁻¹A, differentiable in Λ."""
@@ -152,6 +150,14 @@ class WeightPosterior:
             noise_gram=Q.T @ self.noise_gram @ Q,
             right_hand_side=Q.T @ self.right_hand_side,
         )
+
+
+def inner_products(left: Tensor, right: Tensor) -> Tensor:  # (p, B), (p, B′) -> (B, B′)
+    """Products in the dtype of the images, whose rounding is allowed for as noise; their sum in float64."""
+    total = torch.zeros(left.shape[1], right.shape[1], dtype=torch.float64, device=left.device)
+    for one, other in zip(left.split(SLICE_ROWS), right.split(SLICE_ROWS), strict=True):
+        total += one.T @ other
+    return total
 
 
 def precision_of_weights(prior_precision: Tensor, layer_sizes: tuple[int, ...]) -> Tensor:  # (1,), (L,), (P,) -> (P,)

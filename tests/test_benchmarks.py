@@ -150,14 +150,23 @@ def test_the_benchmark_of_when_it_helps_compares_the_data_with_the_prior_alone(
     assert "the data beat the prior alone" in capsys.readouterr().out
 
 
-def test_the_benchmark_of_peers_has_ours_at_three_budgets_and_never_below_the_exact_variance(tmp_path: Path) -> None:
+def test_the_benchmark_of_peers_has_ours_at_three_budgets_and_never_below_the_exact_variance(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "peers.json"
     peers.main(["--quick", "--json", str(file)])
-    rows = json.loads(file.read_text())["digits"]
-    ours = [row for row in rows if row["method"].startswith("ours")]
+    rows = {row["method"]: row for row in json.loads(file.read_text())["digits"]}
+    ours = [row for name, row in rows.items() if name.startswith("ours")]
     assert [row["method"] for row in ours] == ["ours, 1.3 epochs", "ours, 5.0 epochs", "ours, 20.0 epochs"]
-    assert all(row["variance"] >= 1 - 1e-4 for row in ours)
-    assert ours[-1]["variance"] <= ours[0]["variance"] + 1e-6
+    for kind in ("test", "rotated", "noise"):
+        ratios = [row["variance"][kind] for row in ours]
+        assert min(ratios) >= 1 - 1e-4 and ratios[0] >= ratios[1] - 1e-6 and ratios[1] >= ratios[2] - 1e-6
+    assert rows["VaLLA"]["epochs"] > 0 and rows["prior only"]["variance"]["noise"] >= ours[0]["variance"]["noise"]
+    assert all(0 <= row["ood by entropy"]["noise"] <= 1 for row in rows.values())
+    if solver.reset_peak():
+        assert ours[2]["peak bytes"] > 0 and rows["exact linearised Laplace"]["peak bytes"] > 8 * 1446**2
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len(lines) == 2 + len(rows) and len({len(line) for line in lines}) == 1
 
 
 def test_the_benchmark_of_scaling_counts_the_bytes_that_it_expects(

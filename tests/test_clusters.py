@@ -8,8 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.func import functional_call, jacrev, vmap
 
-from ntk_iterncgp.network.clusters import independent_columns
+from ntk_iterncgp.network import clusters
 from ntk_iterncgp.network.grouping import group
+from ntk_iterncgp.network.independence import independent_columns
+from ntk_iterncgp.network.reading import unfolded
+from ntk_iterncgp.priors.rows import DenseRows
 from tests.clusters_helpers import PRIOR_PRECISION, digits, joint_variance, make_net
 from tests.laplace_helpers import MLP, ONE, SEVERAL, close, fitted, full_laplace, near_and_far, not_below, written_out
 from tests.network_cases import NetworkCase, dense_jacobian
@@ -91,6 +94,25 @@ def test_refining_reaches_the_exact_posterior_and_then_stops(subset: str) -> Non
     )
     assert la.report_.status == "exhausted" and la.report_.epochs < 30
     assert "all that the data say has been used" in la.report_.advice
+
+
+@dtypes
+def test_more_actions_than_weights_are_kept_as_so_many_and_say_the_same(dtype: torch.dtype) -> None:
+    net = make_net(2, num_data=40)
+    la, loader = net.laplace(dtype, num_actions=30), net.loader(dtype)
+    la.fit(loader)
+    la.refine(loader, epochs=2)
+    num_params, x = len(la.mean), net.near_and_far().to(dtype)
+    groups = la._fit.progress.clusters
+    assert groups.rank > num_params == la.posterior.rank == la.report_.rank
+    rows = torch.cat([rows.jacobian for rows in la._rows_at(x)])
+    for precision in (0.05, 0.7, 30.0):
+        la.prior_precision = precision
+        found = la.functional_variance(rows).double()
+        plain = unfolded(la.posterior, groups).conditioned(la.prior_precision, la._noise_scale)
+        close(found, plain.covariance(DenseRows(rows[..., 0], rows)), 1e-9 if dtype == torch.float64 else 5e-4)
+    la.prior_precision = PRIOR_PRECISION
+    not_below(joint_variance(la, x), net.exact(x.double()), TOLERANCE[dtype])
 
 
 def test_confident_networks_lose_nothing_to_tiny_probabilities() -> None:
@@ -227,7 +249,9 @@ def test_data_that_are_alike_are_in_one_group_and_decided_ones_get_none_of_their
     assert set(labels[20:].tolist()) <= set(labels[:20].tolist())
 
 
-def test_dependent_and_empty_columns_are_left_out() -> None:
+@pytest.mark.parametrize("block", [2, 128])
+def test_dependent_and_empty_columns_are_left_out(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clusters, "PIVOT_BLOCK", block)
     generator = torch.Generator().manual_seed(0)
     columns = torch.randn(9, 5, generator=generator, dtype=torch.float64)
     columns[:, 2], columns[:, 3] = 0, 1e-9 * (columns[:, 0] - 2 * columns[:, 1])

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from laplace import ELLA, FunctionalLaplace, Laplace
+from laplace import ELLA, FunctionalLaplace, Laplace, VaLLA
 from laplace.curvature import CurvlinopsGGN
 from sklearn.metrics import average_precision_score, roc_auc_score
 from torch import Tensor, nn
@@ -17,11 +17,13 @@ from ntk_iterncgp.evaluation.baselines import BASELINES, Exact, Kfac, LastLayer,
 from ntk_iterncgp.evaluation.crossfit import crossfit, folds, nll_of
 from ntk_iterncgp.evaluation.families import Latent, Tempered
 from ntk_iterncgp.evaluation.links import class_probabilities, entropy, mutual_information
+from ntk_iterncgp.evaluation.stopwatch import Stopwatch, reset_peak
+from ntk_iterncgp.evaluation.valla import VariationalPosterior, fit_valla
 from ntk_iterncgp.priors.jacobian import Jacobian
 from ntk_iterncgp.priors.rows import DenseRows
 
 GRID = torch.tensor([0.1, 1.0, 30.0], dtype=torch.float64)
-SETTINGS = EvaluateConfig(sod_size=7, ella_size=25, ella_rank=6)
+SETTINGS = EvaluateConfig(sod_size=7, ella_size=25, ella_rank=6, valla_size=5, valla_steps=3)
 
 
 def problem() -> tuple[nn.Module, DataLoader, Tensor]:
@@ -86,6 +88,54 @@ def test_the_subset_of_data_has_the_variance_that_laplace_torch_reports() -> Non
         la.fit(subset)
         expected = la._glm_predictive_distribution(x)[1]
     torch.testing.assert_close(covariance_of("sod", model, loader, x, 2), expected, rtol=1e-6, atol=1e-9)
+
+
+def theirs_of(ours: VariationalPosterior, model: nn.Module, loader: DataLoader, precision: float) -> VaLLA:
+    """laplace-torch's VaLLA with the parameters of ours."""
+    classes = ours.one_hot.argmax(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        start = ours.inputs.detach()
+        la = VaLLA(copy.deepcopy(model), "classification", start, inducing_classes=classes, backend=CurvlinopsGGN)
+        la.fit(loader, iterations=1, lr=1e-30)  # tells it how much data there are
+    rows, columns = torch.tril_indices(len(classes), len(classes))
+    la.L.data = ours.lower.detach()[rows, columns].clone()
+    la.inducing_locations.data = ours.inputs.detach().clone()
+    la.log_prior_precision.data = torch.tensor([precision], dtype=torch.float64).log()
+    return la
+
+
+def test_valla_has_the_variance_that_laplace_torch_reports_and_minimises_its_objective() -> None:
+    model, loader, x = problem()
+    ours = fit_valla(Jacobian(model), loader, num_inducing=5, num_steps=3, batch_size=16, seed=0)  # as Valla does
+    theirs = theirs_of(ours, model, loader, 30.0)
+    expected = theirs._glm_predictive_distribution(x)[1]
+    torch.testing.assert_close(covariance_of("valla", model, loader, x, 2), expected, rtol=1e-6, atol=1e-9)
+    x, y = next(iter(loader))
+    theirs.log_prior_precision.data = ours.log_precision.detach().reshape(1)
+    torch.testing.assert_close(ours.objective(rows_at(model, x), y, 40), theirs._objective(x, y))
+
+
+def test_valla_lowers_its_objective() -> None:
+    model, loader, _ = problem()
+    X, y = loader.dataset.tensors  # type: ignore[attr-defined]
+
+    def objective(num_steps: int) -> float:
+        found = fit_valla(Jacobian(model), loader, num_inducing=5, num_steps=num_steps, batch_size=20, seed=0)
+        return float(found.objective(rows_at(model, X), y, len(y)).detach())
+
+    assert objective(60) < objective(0) - 0.1
+
+
+def test_a_stopwatch_sees_memory_that_was_given_back() -> None:
+    if reset_peak() is None:
+        pytest.skip("the peak of memory is known on Linux only")
+    watch, size = Stopwatch(), 64 * 2**20
+    for _ in range(2):  # the second time the block would come from what the C library keeps
+        with watch("fit", memory=True):
+            torch.ones(size // 4).sum()
+        assert 0.9 * size < watch.peak_bytes.pop("fit") < 1.5 * size
+    assert watch.seconds["fit"] > 0
 
 
 def test_the_prior_alone_is_the_kernel_over_the_precision() -> None:

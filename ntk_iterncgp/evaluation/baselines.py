@@ -5,6 +5,7 @@
     kfac         laplace-torch, Kronecker-factored Hessian of all layers
     sod          laplace-torch's function-space flavour: a subset of the data, with its diagonal of W
     ella         laplace-torch's ELLA: rank-K Nyström features
+    valla        VaLLA: inducing points, trained by gradients (`valla.py`)
     exact        the linearised Laplace posterior itself, dense: the truth for networks of a few thousand weights
 
 What laplace-torch fits is fitted by laplace-torch; only the algebra of predictions is here, so that all methods see the
@@ -26,11 +27,13 @@ from torch.utils.data import DataLoader, Subset
 from ntk_iterncgp.config import EvaluateConfig
 from ntk_iterncgp.data import FixedOrderData, evaluating
 from ntk_iterncgp.evaluation.families import Downdated, Family, Spectral, Tabulated
+from ntk_iterncgp.evaluation.valla import fit_valla
 from ntk_iterncgp.priors.jacobian import Jacobian
 from ntk_iterncgp.priors.ntk import in_parts
 from ntk_iterncgp.priors.rows import DenseRows
 
 CHUNK_BYTES = 256 * 2**20
+VALLA_BATCH = 16
 
 
 class Unavailable(RuntimeError):
@@ -46,6 +49,7 @@ class Baseline(ABC):
         self.settings, self.grid, self.seed = settings, grid, seed
         self.seen: list[Tensor] = []
         self.outputs: list[Tensor] = []
+        self.prior: list[Tensor] = []  # J Jᵀ at the inputs, where a method starts from it
         with evaluating(model), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # those of laplace-torch and its backends
             self._fit(model, loader)
@@ -63,22 +67,6 @@ class Baseline(ABC):
 
     @abstractmethod
     def family(self, start: float, num_samples: int) -> Family: ...
-
-
-@final
-class PriorOnly(Baseline):
-    label = "prior only"
-
-    def _fit(self, model: nn.Module, loader: DataLoader) -> None:
-        self.ones = torch.ones((), device=next(model.parameters()).device)
-
-    def _keep(self, rows: DenseRows) -> Tensor:
-        return rows.covariance(self.ones)
-
-    def family(self, start: float, num_samples: int) -> Family:
-        prior = torch.cat(self.seen)
-        nothing = prior.new_zeros(*prior.shape[:2], 0)
-        return Downdated(torch.cat(self.outputs), prior, nothing, nothing[0, 0], self.grid, start, num_samples)
 
 
 class _InEigenbasis(Baseline):
@@ -180,8 +168,32 @@ class Kfac(Baseline):
         return Tabulated(torch.cat(self.outputs), torch.cat(self.seen, 1), self.grid, start, num_samples)
 
 
+class _Downdating(Baseline):
+    """The prior less what some actions say. Abstract."""
+
+    directions: Tensor  # images of the actions (P, B), combined so that they have unit noise, and γ is diagonal
+    gamma: Tensor  # their Gram matrix (B,)
+
+    def _keep(self, rows: DenseRows) -> Tensor:
+        self.prior.append(rows.covariance(torch.ones((), device=rows.outputs.device)))
+        return rows.times(self.directions).to(self.directions.dtype)
+
+    def family(self, start: float, num_samples: int) -> Family:
+        Z, prior = torch.cat(self.seen), torch.cat(self.prior)
+        return Downdated(torch.cat(self.outputs), prior, Z, self.gamma, self.grid, start, num_samples)
+
+
 @final
-class SubsetOfData(Baseline):
+class PriorOnly(_Downdating):
+    label = "prior only"
+
+    def _fit(self, model: nn.Module, loader: DataLoader) -> None:
+        weights = Jacobian(model).weights()
+        self.directions, self.gamma = weights.new_zeros(len(weights), 0), weights.new_zeros(0)
+
+
+@final
+class SubsetOfData(_Downdating):
     label = "subset of data (laplace-torch)"
 
     def _fit(self, model: nn.Module, loader: DataLoader) -> None:
@@ -194,18 +206,28 @@ class SubsetOfData(Baseline):
         # laplace-torch keeps the diagonal of W alone; where it underflows to zero, its noise is set to ten.
         noise = torch.nan_to_num(1 / (p * (1 - p)).flatten(), posinf=10.0)
         whitened = (J @ J.T).double() / noise.sqrt() / noise.sqrt()[:, None]
-        self.gamma, vectors = torch.linalg.eigh(whitened)
+        gamma, vectors = torch.linalg.eigh(whitened)
         self.directions = J.T @ (vectors / noise.sqrt()[:, None]).to(J.dtype)  # (P, M·C)
-        self.gamma = self.gamma.clamp_min(0)
-        self.prior: list[Tensor] = []
+        self.gamma = gamma.clamp_min(0)
 
-    def _keep(self, rows: DenseRows) -> Tensor:
-        self.prior.append(rows.covariance(torch.ones((), device=rows.outputs.device)))
-        return rows.times(self.directions).to(self.directions.dtype)
 
-    def family(self, start: float, num_samples: int) -> Family:
-        Z, prior = torch.cat(self.seen), torch.cat(self.prior)
-        return Downdated(torch.cat(self.outputs), prior, Z, self.gamma, self.grid, start, num_samples)
+@final
+class Valla(_Downdating):
+    label = "VaLLA"
+
+    def _fit(self, model: nn.Module, loader: DataLoader) -> None:
+        settings, size = self.settings, min(self.settings.valla_size, len(loader.dataset))  # type: ignore[arg-type]
+        found = fit_valla(
+            Jacobian(model),
+            loader,
+            num_inducing=size,
+            num_steps=settings.valla_steps,
+            batch_size=VALLA_BATCH,
+            seed=self.seed,
+        )
+        images = found.images().detach()  # with unit noise
+        gamma, vectors = torch.linalg.eigh(images.double().T @ images.double())
+        self.directions, self.gamma = images @ vectors.to(images.dtype), gamma.clamp_min(0)
 
 
 BASELINES: dict[str, type[Baseline]] = {
@@ -214,6 +236,7 @@ BASELINES: dict[str, type[Baseline]] = {
     "kfac": Kfac,
     "sod": SubsetOfData,
     "ella": Ella,
+    "valla": Valla,
     "exact": Exact,
 }
 

@@ -7,9 +7,7 @@ difference of its NLL to ours gets a bootstrap interval.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,11 +25,12 @@ from ntk_iterncgp.evaluation.families import Family, Latent, Ours, Tempered
 from ntk_iterncgp.evaluation.links import entropy
 from ntk_iterncgp.evaluation.metrics import ClassificationMetrics, classification_metrics
 from ntk_iterncgp.evaluation.ood import OODMetrics, ood_metrics
+from ntk_iterncgp.evaluation.stopwatch import Stopwatch
 from ntk_iterncgp.evaluation.uncertainty import Difference, area_under_risk_curve, bootstrap_difference
 from ntk_iterncgp.priors.jacobian import Jacobian
-from ntk_iterncgp.priors.layers import LayerRows
 from ntk_iterncgp.priors.rows import DenseRows, Rows
 from ntk_iterncgp.tuning import ValidationPart
+from ntk_iterncgp.weight_posterior import WeightPosterior
 
 LABELS = {"map": "network as it is (MAP)", "temperature": "temperature scaling", "ours": "ours"}
 LABELS |= {name: kind.label for name, kind in BASELINES.items()}
@@ -65,6 +64,8 @@ class Result:
     tuned: Tuned = field(repr=False)
     ood: dict[str, OtherKind] = field(default_factory=dict, repr=False)
     difference: Difference | None = None  # its NLL less ours
+    fit_bytes: int | None = None  # the peak of memory, where it was measured
+    exact_ratio: dict[str, Tensor] = field(default_factory=dict, repr=False)  # set -> its variance over the exact one
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,27 +77,16 @@ class Comparison:
     scored: Tensor  # their places in the test set (b,)
     unavailable: dict[str, str]  # label -> why
     contraction: dict[str, Tensor]  # set -> posterior over prior variance at each input, ours
-    exact_ratio: Tensor | None  # our variance over the exact one at each test input
     rows_seconds: float
     information: float | None = None  # captured, at the tuned prior precision
 
     def __getitem__(self, name: str) -> Result:
         return next(result for result in self.results if result.name == name)
 
-
-class Stopwatch:
-    """Seconds by name, added up."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+    @property
+    def exact_ratio(self) -> Tensor | None:
+        """Our variance over the exact one at each test input."""
+        return self["ours"].exact_ratio.get("test")
 
 
 def precision_grid(config: RunConfig) -> Tensor:
@@ -105,17 +95,28 @@ def precision_grid(config: RunConfig) -> Tensor:
     return torch.logspace(float(low), float(high), size, dtype=torch.float64)
 
 
-def compare_network(la: Any, model: nn.Module, data: Data, config: RunConfig, log: Callable[[str], None]) -> Comparison:
-    """Ours, as fitted in `la`, beside the baselines of the settings."""
-    watch, grid = Stopwatch(), precision_grid(config)
+def compare_network(
+    la: Any,
+    model: nn.Module,
+    data: Data,
+    config: RunConfig,
+    log: Callable[[str], None],
+    *,
+    watch: Stopwatch | None = None,
+    more: Mapping[str, WeightPosterior] | None = None,
+) -> Comparison:
+    """Ours, as fitted in `la`, beside the baselines of the settings; `more` are posteriors of `la` at other budgets."""
+    watch, grid = watch or Stopwatch(), precision_grid(config)
+    posteriors = {"ours": la.posterior, **(more or {})}
     loader = DataLoader(data.train, config.data.batch_size)
     baselines, unavailable = _fit_baselines(model, loader, config, grid, watch, log, all_weights=_is_dense(la))
     sets: dict[str, Dataset[Any]] = {"test": data.test, **data.ood}
     sizes = {name: len(part) for name, part in sets.items()}  # type: ignore[arg-type]
     everything: DataLoader = DataLoader(ConcatDataset(list(sets.values())), config.data.batch_size)
-    parts = list(_sweep(la, model, everything, baselines, watch))
-    outputs = torch.cat([part.outputs for part in parts])
-    labels = torch.cat([part.targets for part in parts])[: sizes["test"]]
+    seen = list(_sweep(la, model, everything, posteriors, baselines, watch))
+    parts = {name: [part[name] for part in seen] for name in posteriors}
+    outputs = torch.cat([part.outputs for part in parts["ours"]])
+    labels = torch.cat([part.targets for part in parts["ours"]])[: sizes["test"]]
     settings, start = config.evaluate, float(la.prior_precision.reshape(-1)[0])
     families: dict[str, Family] = {}
     if "map" in settings.baselines:
@@ -123,17 +124,22 @@ def compare_network(la: Any, model: nn.Module, data: Data, config: RunConfig, lo
     if "temperature" in settings.baselines:
         families["temperature"] = Tempered(outputs, TEMPERATURES)
     families |= {name: kind.family(start, settings.link_samples) for name, kind in baselines.items()}
-    ours = Ours(
-        la.posterior,
-        parts,
-        la._noise_scale.detach(),
-        refined=la.settings.mean == "refined",
-        grid=grid,
-        start=start,
-        num_samples=settings.link_samples,
+    ours = {
+        name: Ours(
+            posterior,
+            parts[name],
+            la._noise_scale.detach(),
+            refined=la.settings.mean == "refined",
+            grid=grid,
+            start=start,
+            num_samples=settings.link_samples,
+        )
+        for name, posterior in posteriors.items()
+    }
+    families |= ours
+    found = compare_families(
+        families, labels, sizes, config, log, watch=watch, unavailable=unavailable, prior=ours["ours"]
     )
-    families["ours"] = ours
-    found = compare_families(families, labels, sizes, config, log, watch=watch, unavailable=unavailable, prior=ours)
     tuned = torch.tensor([found["ours"].values[0]], dtype=torch.float64, device=la.posterior.images.device)
     return replace(found, information=la.posterior.information_captured(tuned, la._noise_scale))
 
@@ -156,7 +162,7 @@ def compare_families(
     others = _other_folds(sizes, len(all_folds))
     results = []
     for name, family in families.items():
-        log(f"Tuning and scoring: {LABELS[name]}")
+        log(f"Tuning and scoring: {LABELS.get(name, name)}")
         with watch(f"score {name}"):
             results.append(_result(name, family, labels, all_folds, others, watch))
         if results[-1].tuned.at_edge:
@@ -164,18 +170,16 @@ def compare_families(
             log(f"  tuned to {values}, an end of the grid: at the upper one, its variance does not help here")
     ours = next(result for result in results if result.name == "ours")
     kept = [_with_difference(result, ours, settings, config.seed) for result in results]
-    contraction, ratio = {}, None
+    chosen = {"test": torch.arange(sizes["test"])} | {name: torch.cat(list(parts)) for name, parts in others.items()}
+    index, contraction = ours.tuned.indices[0], {}
     if prior is not None:
-        index = ours.tuned.indices[0]
-        contraction = {"test": _contraction(prior, index, torch.arange(sizes["test"]))}
-        contraction |= {name: _contraction(prior, index, torch.cat(list(parts))) for name, parts in others.items()}
-        exact = families.get("exact")
-        if isinstance(exact, Latent):
-            chosen = torch.arange(sizes["test"])
-            ratio = _trace(prior, index, chosen) / _trace(exact, index, chosen)
+        contraction = {name: _contraction(prior, index, inputs) for name, inputs in chosen.items()}
+    exact = families.get("exact")
+    if isinstance(exact, Latent):
+        truth = {name: _trace(exact, index, inputs) for name, inputs in chosen.items()}
+        kept = [_with_ratio(result, families[result.name], index, chosen, truth) for result in kept]
     scored = ours.tuned.scored
-    rows_seconds = watch.seconds.get("rows", 0.0)
-    return Comparison(kept, labels[scored], scored, unavailable, contraction, ratio, rows_seconds)
+    return Comparison(kept, labels[scored], scored, unavailable, contraction, watch.seconds.get("rows", 0.0))
 
 
 def _fit_baselines(
@@ -199,7 +203,7 @@ def _fit_baselines(
             continue
         log(f"Fitting: {kind.label}")
         try:
-            with watch(f"fit {name}"):
+            with watch(f"fit {name}", memory=True):
                 fitted[name] = kind(model, loader, config.evaluate, config.seed, grid)
         except Unavailable as error:
             unavailable[kind.label] = str(error)
@@ -212,8 +216,13 @@ def _is_dense(la: Any) -> bool:
 
 
 def _sweep(
-    la: Any, model: nn.Module, loader: DataLoader, baselines: Mapping[str, Baseline], watch: Stopwatch
-) -> Iterator[ValidationPart]:
+    la: Any,
+    model: nn.Module,
+    loader: DataLoader,
+    posteriors: Mapping[str, WeightPosterior],
+    baselines: Mapping[str, Baseline],
+    watch: Stopwatch,
+) -> Iterator[dict[str, ValidationPart]]:
     """The rows of J at all inputs, shown to every method part by part."""
     shift, device = la.mean - la.prior_mean, la._device
     jacobian = Jacobian(model) if baselines else None
@@ -226,12 +235,14 @@ def _sweep(
                 if rows is None:
                     break
                 stop = start + len(rows.outputs)
-                with watch("see ours"):
-                    yield ValidationPart.of(rows, la.posterior, shift, y[start:stop])
+                found = {}
+                for name, posterior in posteriors.items():
+                    with watch(f"see {name}"):
+                        found[name] = ValidationPart.of(rows, posterior, shift, y[start:stop])
+                yield found
                 if jacobian is not None:
-                    dense: Any = (
-                        rows if isinstance(rows, (DenseRows, LayerRows)) else jacobian.rows(x[start:stop], stop - start)
-                    )
+                    some: Any = rows if hasattr(rows, "jacobian") else jacobian.rows(x[start:stop], stop - start)
+                    dense = DenseRows(some.outputs, some.jacobian)  # written out once, for all
                     for name, baseline in baselines.items():
                         with watch(f"see {name}"):
                             baseline.see(dense)
@@ -275,7 +286,7 @@ def _result(
     seconds = watch.seconds
     return Result(
         name=name,
-        label=LABELS[name],
+        label=LABELS.get(name, name),
         metrics=classification_metrics(p, y),
         probit=probit,
         aurc=area_under_risk_curve(confidence, predicted != y),
@@ -286,6 +297,7 @@ def _result(
         losses=nll_of(p, y),
         tuned=tuned,
         ood=ood,
+        fit_bytes=watch.peak_bytes.get(f"fit {name}"),
     )
 
 
@@ -299,6 +311,15 @@ def _with_difference(result: Result, ours: Result, settings: EvaluateConfig, see
         return result
     difference = bootstrap_difference(ours.losses, result.losses, num_resamples=settings.bootstrap, seed=seed)
     return replace(result, difference=difference)
+
+
+def _with_ratio(
+    result: Result, family: Family, index: int, chosen: Mapping[str, Tensor], truth: Mapping[str, Tensor]
+) -> Result:
+    """With its variance over the exact one, all at the prior precision that ours was tuned to."""
+    if not isinstance(family, Latent):
+        return result
+    return replace(result, exact_ratio={name: _trace(family, index, chosen[name]) / truth[name] for name in chosen})
 
 
 def _trace(family: Latent, index: int, chosen: Tensor) -> Tensor:  # (b,)

@@ -20,6 +20,7 @@ from ntk_iterncgp.laplace_addon.grid import GivenMoments, descend, search_grid
 from ntk_iterncgp.laplace_addon.saving import from_state_dict, to_state_dict
 from ntk_iterncgp.likelihoods import Softmax
 from ntk_iterncgp.network import Progress
+from ntk_iterncgp.network.reading import unfolded
 from ntk_iterncgp.predictive import (
     Uncertainty,
     classification_uncertainty,
@@ -93,15 +94,16 @@ class IterNCGPLaplace(FittedNetwork):
         self._refresh_posterior()
         fit = self._fit
         progress = None if fit is None or fit.posterior is not self.posterior else fit.progress
-        if not isinstance(progress, Progress) or len(progress.clusters.kept()) != self.posterior.rank:
+        clusters = progress.clusters if isinstance(progress, Progress) else None
+        if clusters is None or self.posterior.rank != min(clusters.rank, len(self.mean)):
             raise RuntimeError(
                 "attribution expects a posterior fitted with policy='clusters' in this process and not compressed, "
                 "since only then the groups are known. Call fit(train_loader) first."
             )
-        posterior = self._posterior_now()
+        posterior = unfolded(self.posterior, clusters).conditioned(self.prior_precision, self._noise_scale)
         with exclusively(self.model), evaluating(self.model), torch.no_grad():
             shares = torch.cat([posterior.contributions(rows) for rows in self._rows_at(x)])  # (b, B)
-        return progress.clusters.spread(shares)
+        return clusters.spread(shares)
 
     def _glm_predictive_distribution(self, x: Inputs, joint: bool = False) -> tuple[Tensor, Tensor]:
         if isinstance(x, GivenMoments):  # moments known already: laplace-torch's links are asked about them

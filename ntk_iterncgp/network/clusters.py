@@ -33,11 +33,12 @@ from ntk_iterncgp import parallel
 from ntk_iterncgp.data import FixedOrderData, Inputs, slice_rows
 from ntk_iterncgp.likelihoods import Likelihood
 from ntk_iterncgp.network.grouping import group
+from ntk_iterncgp.network.independence import block_matrix, independent_columns
 from ntk_iterncgp.priors.jacobian import NetworkJacobian
 from ntk_iterncgp.priors.ntk import curvature_traces
+from ntk_iterncgp.weight_posterior import inner_products
 
 PADDING = 8
-DEPENDENT = 1e-6  # an action of which less than this share is new, in the metric of W⁺, is dropped
 
 
 @dataclass(eq=False)
@@ -98,10 +99,23 @@ class Clusters:
     features: Tensor  # of the last layer (N, D)
     generator: torch.Generator
     passes: list[Pass] = field(default_factory=list)
+    noise_blocks: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # of R, between complete passes
+    gram_blocks: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # of AᵀA
+    latest: tuple[list[int], Tensor, Tensor] | None = None  # how much was swept, R then, and which actions to keep
 
     def __post_init__(self) -> None:
         # Nothing is divided by a probability here, so none needs a floor.
         self.likelihood = self.likelihood.for_prior_variance(1e20)
+
+    def copy(self) -> Clusters:
+        """To go on with, while this one stays as it is."""
+        return replace(
+            self,
+            passes=list(self.passes),
+            noise_blocks=dict(self.noise_blocks),
+            gram_blocks=dict(self.gram_blocks),
+            latest=None,
+        )
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -219,9 +233,16 @@ class Clusters:
 
     def noise_gram(self) -> Tensor:  # R (B, B)
         """SᵀW⁺S = UᵀWU over the data that count, between all passes."""
-        blocks = [[self._noise_block(*left, *right) for right in self._directions()] for left in self._directions()]
-        gram = torch.cat([torch.cat(row, 1) for row in blocks])
+        parts = self._directions()
+        complete = [done.is_complete for done, _ in parts]
+        gram = block_matrix(self.noise_blocks, complete, lambda i, j: self._noise_block(*parts[i], *parts[j]))
         return 0.5 * (gram + gram.T)
+
+    def image_gram(self) -> Tensor:  # (B, B)
+        """AᵀA of all actions. After a further pass only what is new of it is computed."""
+        images = [done.images for done in self.passes]
+        complete = [done.is_complete for done in self.passes]
+        return block_matrix(self.gram_blocks, complete, lambda i, j: inner_products(images[i].T, images[j].T))
 
     def _directions(self) -> list[tuple[Pass, Tensor]]:
         return [(done, u * done.counted()[:, None]) for done in self.passes for u in done.directions]
@@ -234,8 +255,7 @@ class Clusters:
 
     def actions(self) -> tuple[Tensor, Tensor, Tensor]:
         """A (P, B) and R (B, B) of the actions that are there and independent, and which of all they are (B,)."""
-        gram = self.noise_gram()
-        kept = independent_columns(gram)
+        gram, kept = self._independent()
         images = [done.images for done in self.passes]
         all_images = images[0] if len(images) == 1 else torch.cat(images)
         if len(kept) < len(gram):
@@ -245,7 +265,14 @@ class Clusters:
 
     def kept(self) -> Tensor:  # (B,)
         """Which of all actions are in the posterior."""
-        return independent_columns(self.noise_gram())
+        return self._independent()[1]
+
+    def _independent(self) -> tuple[Tensor, Tensor]:  # R (B, B), (B′,)
+        swept = [int(done.swept.sum()) for done in self.passes]
+        if self.latest is None or self.latest[0] != swept:
+            gram = self.noise_gram()
+            self.latest = swept, gram, independent_columns(gram)
+        return self.latest[1:]
 
     def spread(self, contributions: Tensor) -> Tensor:  # (b, B) -> (b, N)
         """What belongs to actions, given to their data in proportion to uᵀWu, of which each action has 1 in all."""
@@ -268,27 +295,6 @@ def checksum_vector(images: Tensor) -> Tensor:  # (q·B, P) -> (P,)
     """The h of the checksums: the same random numbers for every pass over the same weights."""
     drawn = torch.randn(images.shape[1], generator=torch.Generator().manual_seed(0))
     return drawn.to(images)
-
-
-def independent_columns(gram: Tensor) -> Tensor:  # (B, B) -> (B',)
-    """Which columns to keep so that their Gram matrix is safely positive definite: none that is empty, and none of
-    which the squared pivot of a Cholesky factor says that it is nearly in the span of those kept before it."""
-    there = (gram.diagonal() > 0).nonzero()[:, 0]
-    scale = gram.diagonal()[there].rsqrt()
-    scaled = gram[there][:, there] * scale[:, None] * scale
-    lower, info = torch.linalg.cholesky_ex(scaled)
-    if int(info) == 0 and bool((lower.diagonal().square() > DEPENDENT).all()):
-        return there
-    kept: list[int] = []  # column by column, since what is left out must not stay in the factor
-    lower = torch.zeros_like(scaled)
-    for j in range(len(scaled)):
-        k = len(kept)
-        row = torch.linalg.solve_triangular(lower[:k, :k], scaled[kept, j, None], upper=False)[:, 0]
-        pivot = float(scaled[j, j] - row @ row)
-        if pivot > DEPENDENT:
-            lower[k, :k], lower[k, k] = row, pivot**0.5
-            kept.append(j)
-    return there[kept]
 
 
 def _group_batches(labels: Tensor, missing: Tensor, batch_size: int) -> list[Tensor]:

@@ -9,7 +9,6 @@ round, when all have done as many.
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from contextlib import closing
@@ -44,12 +43,12 @@ from ntk_iterncgp.network.progress import (
     seen_batches,
     to_content,
 )
+from ntk_iterncgp.network.reading import Meter, weight_posterior
 from ntk_iterncgp.network.self_check import checked_passes, each_rows
 from ntk_iterncgp.priors.ntk import NTKPrior
-from ntk_iterncgp.solver.report import FitReport, Record
+from ntk_iterncgp.solver.report import FitReport
 from ntk_iterncgp.solver.stopping import Status
 from ntk_iterncgp.weight_check import check_posterior
-from ntk_iterncgp.weight_posterior import WeightPosterior
 
 METER_READINGS = 2  # in the first sweep: each costs P·B² operations
 
@@ -91,7 +90,7 @@ def refine_clusters(
     progress: Progress = fitted.progress
     progress = replace(
         progress,
-        clusters=replace(progress.clusters, passes=list(progress.clusters.passes)),
+        clusters=progress.clusters.copy(),
         history=[*progress.history],
     )
     checked_passes(progress.clusters, float(progress.curvature_diagonal.sum()), network, settings, visit=False)
@@ -267,47 +266,6 @@ class Spending:
         self.turn.seconds = time.perf_counter() - self.started
         summed = replace(self.progress, clusters=self.progress.clusters.summed())
         return to_content(summed, self.turn, None, self.data)
-
-
-class Meter:
-    """Reads the information captured so far, and keeps the history."""
-
-    def __init__(self, progress: Progress, network: LinearisedNetwork, started: float) -> None:
-        self.progress, self.network, self.started = progress, network, started
-
-    def read(self) -> str:
-        progress = self.progress
-        posterior = weight_posterior(progress, self.network)
-        information = posterior.information_captured(self.network.prior_precision, self.network.noise_scale)
-        progress.history.append(
-            Record(
-                num_products=0,
-                newton_step=0,
-                rank=posterior.rank,
-                objective=math.nan,
-                relative_residual=math.nan,
-                information_captured=information,
-                seconds=progress.seconds + time.perf_counter() - self.started,
-                epochs=progress.epochs,
-            )
-        )
-        return f"information {'≥' if progress.trace_is_exact else '≈'} {100 * information:.1f} %"
-
-
-def weight_posterior(progress: Progress, network: LinearisedNetwork) -> WeightPosterior:
-    images, noise_gram, _ = progress.clusters.actions()
-    clusters = progress.clusters
-    return WeightPosterior(
-        images=images,
-        noise_gram=noise_gram,
-        right_hand_side=torch.zeros(len(noise_gram), dtype=torch.float64, device=images.device),
-        anchor_share=0.0,
-        prior_mean=network.prior_mean.detach().reshape(-1).clone(),
-        curvature_diagonal=progress.curvature_diagonal,
-        curvature_rank=clusters.max_rank,
-        layer_sizes=network.layer_sizes,
-        trace_is_exact=progress.trace_is_exact,
-    )
 
 
 def _result(progress: Progress, network: LinearisedNetwork, settings: NetworkSettings, status: Status) -> NetworkFit:

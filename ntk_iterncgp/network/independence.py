@@ -1,0 +1,60 @@
+"""Gram matrices of actions from many passes: put together from blocks, and which actions are independent in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+PIVOT_BLOCK = 128  # columns that are looked at one by one; all others are dealt with by products of matrices
+DEPENDENT = 1e-6  # an action of which less than this share is new, in the metric of W⁺, is dropped
+
+
+def block_matrix(
+    known: dict[tuple[int, int], Tensor], complete: list[bool], block: Callable[[int, int], Tensor]
+) -> Tensor:
+    """A symmetric matrix from its blocks; those between complete passes are computed once, and kept in `known`."""
+    found: dict[tuple[int, int], Tensor] = {}
+    for i in range(len(complete)):
+        for j in range(i + 1):
+            found[i, j] = known[i, j] if (i, j) in known else block(i, j)
+            found[j, i] = found[i, j].T
+            if complete[i] and complete[j]:
+                known[i, j] = found[i, j]
+    return torch.cat([torch.cat([found[i, j] for j in range(len(complete))], 1) for i in range(len(complete))])
+
+
+def independent_columns(gram: Tensor) -> Tensor:  # (B, B) -> (B',)
+    """Which columns to keep so that their Gram matrix is safely positive definite: none that is empty, and none of
+    which the squared pivot of a Cholesky factor says that it is nearly in the span of those kept before it."""
+    there = (gram.diagonal() > 0).nonzero()[:, 0]
+    scale = gram.diagonal()[there].rsqrt()
+    scaled = gram[there][:, there] * scale[:, None] * scale
+    lower, info = torch.linalg.cholesky_ex(scaled)
+    if int(info) == 0 and bool((lower.diagonal().square() > DEPENDENT).all()):
+        return there
+    kept, lower = torch.arange(0, device=gram.device), scaled[:0, :0]
+    for block in torch.arange(len(scaled), device=gram.device).split(PIVOT_BLOCK):
+        cross = torch.linalg.solve_triangular(lower, scaled[kept][:, block], upper=False)
+        new, corner = _pivots(scaled[block][:, block] - cross.T @ cross)
+        lower = torch.cat(
+            [torch.cat([lower, lower.new_zeros(len(lower), len(new))], 1), torch.cat([cross[:, new].T, corner], 1)]
+        )
+        kept = torch.cat([kept, block[new]])
+    return there[kept]
+
+
+def _pivots(matrix: Tensor) -> tuple[Tensor, Tensor]:  # (b, b) -> (k,), (k, k)
+    """Those to keep and their Cholesky factor, column by column, since what is left out must not stay in it."""
+    kept: list[int] = []
+    lower = torch.zeros_like(matrix)
+    for j in range(len(matrix)):
+        k = len(kept)
+        row = torch.linalg.solve_triangular(lower[:k, :k], matrix[kept, j, None], upper=False)[:, 0]
+        pivot = float(matrix[j, j] - row @ row)
+        if pivot > DEPENDENT:
+            lower[k, :k], lower[k, k] = row, pivot**0.5
+            kept.append(j)
+    k = len(kept)
+    return torch.tensor(kept, dtype=torch.long, device=matrix.device), lower[:k, :k]

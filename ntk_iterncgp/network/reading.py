@@ -1,0 +1,79 @@
+"""The posterior of what has been swept so far, and the meter that says how much it knows."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+
+import torch
+
+from ntk_iterncgp.network.clusters import Clusters
+from ntk_iterncgp.network.linearised import LinearisedNetwork
+from ntk_iterncgp.network.progress import Progress
+from ntk_iterncgp.solver.report import Record
+from ntk_iterncgp.weight_posterior import WeightPosterior
+
+
+class Meter:
+    """Reads the information captured so far, and keeps the history."""
+
+    def __init__(self, progress: Progress, network: LinearisedNetwork, started: float) -> None:
+        self.progress, self.network, self.started = progress, network, started
+
+    def read(self) -> str:
+        progress = self.progress
+        posterior = weight_posterior(progress, self.network)
+        information = posterior.information_captured(self.network.prior_precision, self.network.noise_scale)
+        progress.history.append(
+            Record(
+                num_products=0,
+                newton_step=0,
+                rank=posterior.rank,
+                objective=math.nan,
+                relative_residual=math.nan,
+                information_captured=information,
+                seconds=progress.seconds + time.perf_counter() - self.started,
+                epochs=progress.epochs,
+            )
+        )
+        return f"information {'≥' if progress.trace_is_exact else '≈'} {100 * information:.1f} %"
+
+
+def weight_posterior(progress: Progress, network: LinearisedNetwork) -> WeightPosterior:
+    clusters = progress.clusters
+    images, noise_gram, kept = clusters.actions()
+    posterior = WeightPosterior(
+        images=images,
+        noise_gram=noise_gram,
+        right_hand_side=torch.zeros(len(noise_gram), dtype=torch.float64, device=images.device),
+        anchor_share=0.0,
+        prior_mean=network.prior_mean.detach().reshape(-1).clone(),
+        curvature_diagonal=progress.curvature_diagonal,
+        curvature_rank=clusters.max_rank,
+        layer_sizes=network.layer_sizes,
+        trace_is_exact=progress.trace_is_exact,
+    )
+    if posterior.rank <= len(images):
+        return posterior.knowing(clusters.image_gram()[kept][:, kept])
+    return folded(posterior)
+
+
+def folded(posterior: WeightPosterior) -> WeightPosterior:
+    """More actions than weights as just so many: for every prior the posterior knows A R⁻¹Aᵀ alone, a P×P matrix."""
+    num_params = len(posterior.images)
+    lower = torch.linalg.cholesky(posterior.noise_gram)
+    whitened = torch.linalg.solve_triangular(lower, posterior.images.T.double(), upper=False)  # (B, P)
+    triangle = torch.linalg.qr(whitened, mode="r").R  # TᵀT = A R⁻¹Aᵀ
+    return replace(
+        posterior,
+        images=triangle.T.to(posterior.images.dtype),
+        noise_gram=torch.eye(num_params, dtype=lower.dtype, device=lower.device),
+        right_hand_side=lower.new_zeros(num_params),
+    )
+
+
+def unfolded(posterior: WeightPosterior, clusters: Clusters) -> WeightPosterior:
+    """The same with one action for each group, of which it was made."""
+    images, noise_gram, kept = clusters.actions()
+    return replace(posterior, images=images, noise_gram=noise_gram, right_hand_side=noise_gram.new_zeros(len(kept)))
