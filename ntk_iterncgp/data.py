@@ -173,7 +173,7 @@ class FixedOrderData:
         if len(rows) == 0:
             return
         if self.can_jump(num_data):
-            parts = rows.split(batch_size)
+            parts = rows.split(min(batch_size, self.batch_size))
             for part, (x, _) in zip(parts, self.visit(parts), strict=True):
                 yield part, x
             return

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.func import functional_call, jacrev, vmap
 
-from ntk_iterncgp.network import clusters
+from ntk_iterncgp.network import independence
 from ntk_iterncgp.network.grouping import group
 from ntk_iterncgp.network.independence import independent_columns
 from ntk_iterncgp.network.reading import unfolded
@@ -251,7 +251,7 @@ def test_data_that_are_alike_are_in_one_group_and_decided_ones_get_none_of_their
 
 @pytest.mark.parametrize("block", [2, 128])
 def test_dependent_and_empty_columns_are_left_out(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clusters, "PIVOT_BLOCK", block)
+    monkeypatch.setattr(independence, "PIVOT_BLOCK", block)
     generator = torch.Generator().manual_seed(0)
     columns = torch.randn(9, 5, generator=generator, dtype=torch.float64)
     columns[:, 2], columns[:, 3] = 0, 1e-9 * (columns[:, 0] - 2 * columns[:, 1])

@@ -85,8 +85,15 @@ def test_batches_order_and_workers_do_not_change_the_posterior(settings: dict[st
     close(joint_variance(la, x), joint_variance(fitted_on(case, case.loader()), x), 1e-10)
 
 
-def test_data_are_visited_group_by_group_in_batches_no_larger_than_the_loaders() -> None:
-    case, sizes, read = make_net(8, num_data=60), [], []
+def test_data_are_visited_group_by_group_in_batches_no_larger_than_the_loaders(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, sizes, read, sweeping, original = make_net(8, num_data=60), [], [], [], Clusters.sweep
+
+    def sweep(self: Clusters, *rest: Any) -> Iterator[int]:
+        sweeping.append(True)
+        yield from original(self, *rest)
+        sweeping.clear()
+
+    monkeypatch.setattr(Clusters, "sweep", sweep)
 
     class Reading(nn.Module):
         def __init__(self, body: nn.Module) -> None:
@@ -95,22 +102,17 @@ def test_data_are_visited_group_by_group_in_batches_no_larger_than_the_loaders()
 
         def forward(self, x: Tensor) -> Tensor:
             sizes.append(len(x))
-            if torch.is_grad_enabled():
+            if sweeping:
                 read.append(x.detach())
             return self.body(x)
 
     la = fitted_on(Net(Reading(case.model), "classification", case.x, case.y), case.loader(batch_size=6), num_actions=3)
     assert max(sizes) <= 6
-    swept = [batch for batch in read if type(batch) is Tensor and batch.ndim == 2]
     labels = la._fit.progress.clusters.passes[0].labels
-    where = [[int((case.x == row).all(1).nonzero()) for row in batch] for batch in swept[-sum(_batches(labels, 6)) :]]
+    where = [[int((case.x == row).all(1).nonzero()) for row in batch] for batch in read]
     assert {row for batch in where for row in batch} == set(range(60))  # some twice, to fill a batch
     groups = [int(labels[batch[0]]) for batch in where]
     assert groups == sorted(groups) and all(len(labels[batch].unique()) == 1 for batch in where)
-
-
-def _batches(labels: Tensor, size: int) -> list[int]:
-    return [-(-int(count) // size) for count in torch.bincount(labels)]
 
 
 @pytest.mark.parametrize(

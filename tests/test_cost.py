@@ -105,7 +105,7 @@ def test_the_cost_of_what_does_not_fit_is_told_without_making_it(monkeypatch: py
 
     monkeypatch.setattr(cost_module.torch, "randn", randn)
     cost = la.estimate_cost(loader)
-    assert cost.predict_seconds is not None and sizes == [cost_module.TIMED_COLUMNS]
+    assert cost.predict_seconds is not None and max(sizes) == cost_module.TIMED_COLUMNS
 
 
 def test_a_fit_that_cannot_fit_is_refused_with_the_table_and_leaves_what_was_there(

@@ -517,7 +517,8 @@ def test_a_file_whose_numbers_contradict_each_other_is_not_loaded(name: str, dty
     saved = deepcopy(la.state_dict())
     corrupt, sentence = LOADED[name]
     corrupt(saved)
-    with pytest.raises(SelfCheckError, match=sentence):
+    whole = r"posterior is expected to be whole, but its \w+ is"  # said at the door, where files are read
+    with pytest.raises((SelfCheckError, ValueError), match=rf"{sentence}|{whole}"):
         other.load_state_dict(saved)
     assert not other._fitted
     other.load_state_dict(la.state_dict())

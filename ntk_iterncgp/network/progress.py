@@ -123,6 +123,7 @@ def _pass(saved: Mapping[str, Any], network: LinearisedNetwork, shape: tuple[int
     _checked(done.swept, "swept", torch.bool, device, N)
     _checked(done.directions, "directions", torch.float64, device, len(done.directions), N, C)
     _checked(done.images, "images", dtype, device, len(done.images), network.jacobian.num_params)
+    _checked(done.checksums, "checksums", torch.float64, device, len(done.images))
     if not bool(((done.labels >= 0) & (done.labels < done.num_groups)).all()):
         raise ValueError("a group that does not exist")
     return done

@@ -131,7 +131,7 @@ def _visit(
     sums = latest.images.new_zeros(len(latest.directions), len(groups), jacobian.num_params)
     error, at_once = 0.0, max(1, settings.chunk_bytes // jacobian.bytes_per_row(num_outputs))
     with torch.no_grad():
-        for part, x in network.data.pick(rows, num_data, max(ROWS, network.data.batch_size)):
+        for part, x in network.data.pick(rows, num_data, num_data):
             error = max(error, float((jacobian.forward(x).double() - clusters.outputs[part]).abs().max()))
             for g, group in enumerate(groups.tolist()):
                 here = (latest.labels[part] == group).nonzero()[:, 0]
