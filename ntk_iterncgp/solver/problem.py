@@ -66,9 +66,8 @@ class Problem:
     def project(self, vector: Tensor) -> Tensor:  # (n,) or (n, k)
         return self.likelihood.project(self._blocks(vector)).reshape(vector.shape)
 
-    def noise_inner(self, latent: Tensor, left: Columns, right: Columns) -> Tensor:  # (B, B')
-        """SᵀW⁺S'."""
-        diagonal = self.likelihood.noise_diagonal(latent)
+    def noise_inner(self, latent: Tensor, diagonal: Tensor | None, left: Columns, right: Columns) -> Tensor:  # (B, B')
+        """SᵀW⁺S', where the likelihood gave a diagonal for W⁺ with that."""
         if diagonal is not None:
             return left.diagonal_inner(diagonal, right)
         return left.weighted_inner(lambda data, block: self.likelihood.noise(latent[data], block), right)

@@ -24,6 +24,16 @@ from ntk_iterncgp.solver.factor import Factor, rounding_noise
 from ntk_iterncgp.solver.position import Position
 from ntk_iterncgp.solver.problem import Anchor, Problem
 
+OF_THE_POINT = (
+    "latent",
+    "score",
+    "noise_diagonal",
+    "objective",
+    "right_hand_side",
+    "curvature_scale",
+    "curvature_trace",
+)
+
 
 @dataclass(frozen=True, eq=False)
 class Iterate:
@@ -77,6 +87,10 @@ class State:
     @cached_property
     def score(self) -> Tensor:  # ∇ (n,)
         return self.problem.score(self.latent)
+
+    @cached_property
+    def noise_diagonal(self) -> Tensor | None:  # (N, C)
+        return self.problem.likelihood.noise_diagonal(self.latent)
 
     @cached_property
     def objective(self) -> float:
@@ -201,7 +215,7 @@ class State:
     def extend(self, new: Buffer) -> State:
         """The same linear system with more actions. Costs O(nBk), no product."""
         buffer = self.buffer.append(new)
-        noise_columns = self.problem.noise_inner(self.latent, buffer.actions, new.actions)
+        noise_columns = self.problem.noise_inner(self.latent, self.noise_diagonal, buffer.actions, new.actions)
         padding = self.iterate.coefficients.new_zeros(new.size)
         extended = self._keep_point(
             replace(
@@ -241,13 +255,13 @@ class State:
 
     def linearise(self, iterate: Iterate) -> State:
         """The linear system at another point, for the actions there are (Alg. 3, line 2). No product."""
-        latent = self.problem.latent(iterate.offset)
-        noise_gram = self.problem.noise_inner(latent, self.buffer.actions, self.buffer.actions)
-        return replace(self, iterate=iterate, noise_gram=_symmetric(noise_gram))
+        moved, actions = replace(self, iterate=iterate), self.buffer.actions
+        noise_gram = self.problem.noise_inner(moved.latent, moved.noise_diagonal, actions, actions)
+        return moved._keep_point(replace(moved, noise_gram=_symmetric(noise_gram)))
 
     def _keep_point(self, state: State) -> State:
         """Carry over what depends on Newton's point alone."""
-        for name in ("latent", "score", "objective", "right_hand_side", "curvature_scale", "curvature_trace"):
+        for name in OF_THE_POINT:
             if name in self.__dict__:
                 state.__dict__[name] = self.__dict__[name]
         return state
