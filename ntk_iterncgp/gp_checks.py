@@ -46,7 +46,7 @@ def checked_kernels(kernel: Kernel | Sequence[Kernel], likelihood: Likelihood) -
 
 
 def checked_mean(mean: float | Sequence[float] | Tensor, likelihood: Likelihood) -> Tensor:  # (C,)
-    values = as_tensor(mean, "mean", None).double()
+    values = as_tensor(mean, "mean", None, None if isinstance(mean, Tensor) else torch.float64).double()
     if values.ndim > 1 or (values.ndim == 1 and len(values) != likelihood.num_outputs):
         raise ValueError(
             f"mean expects one number, or one for each of the {likelihood.num_outputs} output(s), "
@@ -57,10 +57,10 @@ def checked_mean(mean: float | Sequence[float] | Tensor, likelihood: Likelihood)
     return values.expand(likelihood.num_outputs).clone()
 
 
-def as_tensor(value: Any, name: str, device: torch.device | None) -> Tensor:
+def as_tensor(value: Any, name: str, device: torch.device | None, dtype: torch.dtype | None = None) -> Tensor:
     """Whatever can be read as a tensor of numbers."""
     try:
-        tensor = torch.as_tensor(value, device=device)
+        tensor = torch.as_tensor(value, dtype=dtype, device=device)
     except (TypeError, ValueError, RuntimeError) as error:
         if isinstance(value, Tensor):  # the device is full, or gone
             raise

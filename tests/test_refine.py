@@ -226,12 +226,11 @@ def test_refine_stops_when_its_seconds_are_over() -> None:
     la.fit(loader)
     before = la.report_
     la.model.seconds = 0.02
-    started = time.perf_counter()
     la.refine(loader, seconds=0.1)
-    taken = time.perf_counter() - started
-    assert 0.1 <= taken < 1.0, "a whole pass would take more"
+    taken = la.report_.seconds - before.seconds  # without the checks that follow
+    assert 0.1 <= taken < 0.4, "a whole pass would take more"
     assert before.epochs < la.report_.epochs < before.epochs + 0.5
-    assert la.report_.seconds >= before.seconds + 0.1 and la.report_.status == "budget"
+    assert la.report_.status == "budget"
 
 
 @pytest.mark.parametrize("mean", ["network", "refined"])

@@ -56,6 +56,8 @@ def to_content(progress: Progress, turn: Turn, status: str | None, data: Tensor 
         "features": clusters.features,
         "generator": clusters.generator.get_state(),
         "passes": [{f.name: getattr(done, f.name) for f in fields(Pass)} for done in clusters.passes],
+        "noise_blocks": _listed(clusters.noise_blocks),
+        "gram_blocks": _listed(clusters.gram_blocks),
         "curvature_diagonal": progress.curvature_diagonal,
         "trace_is_exact": progress.trace_is_exact,
         "epochs": progress.epochs,
@@ -84,6 +86,8 @@ def from_content(saved: Mapping[str, Any], network: LinearisedNetwork) -> tuple[
             _checked(saved["features"], "features", torch.float32, device, N),
             generator,
             [_pass(done, network, (N, C)) for done in saved["passes"]],
+            _blocks(saved["noise_blocks"], device),
+            _blocks(saved["gram_blocks"], device),
         )
         P = network.jacobian.num_params
         progress = Progress(
@@ -127,6 +131,15 @@ def _pass(saved: Mapping[str, Any], network: LinearisedNetwork, shape: tuple[int
     if not bool(((done.labels >= 0) & (done.labels < done.num_groups)).all()):
         raise ValueError("a group that does not exist")
     return done
+
+
+def _listed(blocks: Mapping[tuple[int, int], Tensor]) -> list[dict[str, Any]]:
+    """Blocks of a small matrix. Computed anew from the same images they might differ in the last bit."""
+    return [{"i": i, "j": j, "block": block} for (i, j), block in blocks.items()]
+
+
+def _blocks(saved: list[Mapping[str, Any]], device: torch.device) -> dict[tuple[int, int], Tensor]:
+    return {(int(b["i"]), int(b["j"])): _checked(b["block"], "a block", torch.float64, device) for b in saved}
 
 
 def _checked(value: Tensor, name: str, dtype: torch.dtype | None, device: torch.device, *shape: int) -> Tensor:
