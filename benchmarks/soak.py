@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ntk_iterncgp  # noqa: F401  registers the flavours
 from ntk_iterncgp import NonConjugateGP, kernels, likelihoods
 from ntk_iterncgp.files import load_posterior, save_posterior
+from ntk_iterncgp.memory import resident_bytes
 
 MAX_SLOPE = 0.25  # MiB per minute, beyond twice the error of the slope itself
 KILLS = 20
@@ -93,13 +94,6 @@ def one_round(folder: Path) -> Iterator[Tensor]:
         yield before
 
 
-def resident_mib() -> float:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmRSS"):
-            return int(line.split()[1]) / 1024
-    raise OSError("Expected VmRSS in /proc/self/status, but found none.")
-
-
 def soak(minutes: float, *, kills: int) -> Outcome:
     started, readings, first, files = time.monotonic(), [], None, 0
     with tempfile.TemporaryDirectory() as folder:
@@ -114,7 +108,7 @@ def soak(minutes: float, *, kills: int) -> Outcome:
             files += len(left)
             del numbers
             gc.collect()
-            readings.append(((time.monotonic() - started) / 60, resident_mib()))
+            readings.append(((time.monotonic() - started) / 60, resident_bytes() / 2**20))
     kept = readings[len(readings) // 3 :]
     slope, error = slope_of(kept)
     return Outcome(

@@ -37,6 +37,7 @@ from torch import Tensor
 
 import ntk_iterncgp
 from ntk_iterncgp import NonConjugateGP, kernels, likelihoods
+from ntk_iterncgp.memory import peak_resident_bytes, resident_bytes, restart_peak
 from ntk_iterncgp.priors import GramPrior
 
 MAX_OVERHEAD = 0.15
@@ -163,26 +164,10 @@ def report_memory(size: Size) -> None:
     """What the fresh process does: fit, and print the peak above the start."""
     make_gp(QUICK, "joint").fit(*problem(QUICK))
     X, y = problem(size)
-    start = resident_bytes("VmRSS") if reset_peak() else None
+    start = resident_bytes() if restart_peak() else None
     report = make_gp(size, "joint").fit(X, y).report_
-    peak = None if start is None else resident_bytes("VmHWM") - start
+    peak = None if start is None else peak_resident_bytes() - start
     print(json.dumps({"peak_bytes": peak, "rank": report.rank, "num_products": report.num_products}))
-
-
-def reset_peak() -> bool:
-    """Let the peak of resident memory start from now; False where there is no such thing."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
-
-
-def resident_bytes(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return 1024 * int(line.split()[1])
-    raise RuntimeError(f"/proc/self/status has no {name}.")
 
 
 def show(rows: list[Row]) -> None:

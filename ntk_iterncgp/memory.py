@@ -32,6 +32,25 @@ def available_bytes(device: torch.device) -> int | None:
     return max(0, min(found)) if found else None
 
 
+def resident_bytes() -> int:
+    """What this process holds in memory, as Linux counts it."""
+    return _process()["VmRSS"]
+
+
+def peak_resident_bytes() -> int:
+    """The most it has held since it began, or since `restart_peak`."""
+    return _process()["VmHWM"]
+
+
+def restart_peak() -> bool:
+    """Let the peak start from what is held now; False where there is no such thing."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
 def require_memory(needed: int, available: int | None, advice: str) -> None:
     """Raise a `MemoryError` that names both sizes, unless it fits or nobody knows."""
     if available is not None and needed > available:
@@ -46,7 +65,7 @@ def mebibytes(size: int | None) -> str:
 
 
 def _limits_of_process() -> Iterator[int]:
-    used = _table(Path("/proc/self/status"))
+    used = _process()
     if resource is None:
         return
     for limit, size in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
@@ -82,6 +101,10 @@ def _reclaimable(file: Path) -> int:
 def _number(file: Path) -> int | None:
     text = _text(file).strip()
     return int(text) if text.isdigit() else None  # "max" is no limit
+
+
+def _process() -> dict[str, int]:
+    return _table(Path("/proc/self/status"))
 
 
 def _table(file: Path) -> dict[str, int]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import hyperparameters, kernels, ntk, one_epoch, peers, scaling, soak, solver, when_it_helps
+from ntk_iterncgp import memory
 from ntk_iterncgp.kernels import fused
 from tests.parallel_work import in_processes
 
@@ -74,13 +75,13 @@ def test_timing_the_products_leaves_the_prior_as_it_was() -> None:
 
 
 def test_the_peak_of_memory_sees_a_large_block_come_and_go() -> None:
-    if not solver.reset_peak():
+    if not memory.restart_peak():
         pytest.skip("the peak of resident memory can be reset on Linux only")
-    start, size = solver.resident_bytes("VmRSS"), 50 * 2**20
+    start, size = memory.resident_bytes(), 50 * 2**20
     with mmap.mmap(-1, size) as block:  # straight from the system: an allocator might have it in store
         block.write(b"1" * size)
-    assert 0.9 * size < solver.resident_bytes("VmHWM") - start < 2.2 * size  # with the string that is written
-    assert solver.resident_bytes("VmRSS") - start < 0.9 * size
+    assert 0.9 * size < memory.peak_resident_bytes() - start < 2.2 * size  # with the string that is written
+    assert memory.resident_bytes() - start < 0.9 * size
 
 
 def test_the_columns_of_the_ntk_are_measured_in_epochs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,7 +164,7 @@ def test_the_benchmark_of_peers_has_ours_at_three_budgets_and_never_below_the_ex
         assert min(ratios) >= 1 - 1e-4 and ratios[0] >= ratios[1] - 1e-6 and ratios[1] >= ratios[2] - 1e-6
     assert rows["VaLLA"]["epochs"] > 0 and rows["prior only"]["variance"]["noise"] >= ours[0]["variance"]["noise"]
     assert all(0 <= row["ood by entropy"]["noise"] <= 1 for row in rows.values())
-    if solver.reset_peak():
+    if memory.restart_peak():
         assert ours[2]["peak bytes"] > 0 and rows["exact linearised Laplace"]["peak bytes"] > 8 * 1446**2
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert len(lines) == 2 + len(rows) and len({len(line) for line in lines}) == 1

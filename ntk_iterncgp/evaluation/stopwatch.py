@@ -12,12 +12,11 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import final
 
 import torch
 
-STATUS = Path("/proc/self/status")
+from ntk_iterncgp.memory import peak_resident_bytes, resident_bytes, restart_peak
 
 
 @final
@@ -50,17 +49,11 @@ def reset_peak() -> int | None:
         return int(torch.cuda.memory_allocated())
     try:
         ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")
     except (OSError, AttributeError, TypeError):  # not Linux, or another C library
         return None
-    return _resident("VmRSS")
+    return resident_bytes() if restart_peak() else None
 
 
 def peak_bytes() -> int:
     """The most that was held since the reset."""
-    return int(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else _resident("VmHWM")
-
-
-def _resident(name: str) -> int:
-    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
-    return 1024 * int(line.split()[1])
+    return int(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else peak_resident_bytes()

@@ -24,6 +24,8 @@ from ntk_iterncgp.kernels.tiles import WHOLE, Part
 from ntk_iterncgp.parallel import Share
 from ntk_iterncgp.priors.base import AtInputs, Prior
 
+FEW_BYTES = 4 * 2**20  # of k(x, X), below which it is written out
+
 
 class GramPrior(Prior):
     """`kernels` holds one kernel (shared by the outputs) or C; `mean` is one constant per output.
@@ -116,7 +118,7 @@ class GramPrior(Prior):
             cross = torch.einsum("bi,cj->bcij", block, buffer.actions.contrasts).flatten(2)
         else:
             assert isinstance(buffer.actions, DenseColumns)
-            cross = self.share.sum(self._product(self._matrices_at(x), buffer.actions.matrix).double())
+            cross = self.share.sum(self._cross(x, buffer.actions).double())
         covariance = self._joint_covariance(x) if joint else self.blocks_of(x)
         return AtInputs(self._mean.expand(len(x), -1), cross, covariance)
 
@@ -150,6 +152,17 @@ class GramPrior(Prior):
     @property
     def _per_output(self) -> list[Kernel]:
         return self.kernels * self.num_outputs if self.shares_kernel else self.kernels
+
+    def _cross(self, x: Tensor, actions: DenseColumns) -> Tensor:  # (b, C, B)
+        """k(x, X) S. Where k(x, X) is small it is written out once and meets the columns as they lie in memory: a
+        product with all of them would first copy S, which is most of what a run holds."""
+        if len(x) * len(self._own_inputs) * x.element_size() > min(FEW_BYTES, self.chunk_bytes):
+            return self._product(self._matrices_at(x), actions.matrix)
+        written_out = [kernel(x, self._own_inputs) for kernel in self.kernels]
+        columns = actions.storage[: actions.size].unflatten(1, (-1, self.num_outputs))  # (B, N, C)
+        if self.shares_kernel:
+            return (written_out[0] @ columns).permute(1, 2, 0)
+        return torch.stack([k @ columns[:, :, c].T for c, k in enumerate(written_out)], 1)
 
     def _product(self, matrices: list[KernelMatrix], block: Tensor) -> Tensor:  # (b, N), (n, B) -> (b, C, B)
         """k(x, X) S for dense actions, each output under its own kernel."""
