@@ -40,7 +40,7 @@ class Pace:
 
     num_data: int = 2400
     per_batch: float = 0.2
-    per_state: float = 0.7
+    per_state: float = 1.4
     every: float = 1.0
     latest_kill: float = 2.0
 

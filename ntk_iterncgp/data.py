@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
 from ntk_iterncgp import parallel
-from ntk_iterncgp.order import FixedBatches, in_fixed_order, random_access
+from ntk_iterncgp.order import FixedBatches, in_fixed_order, random_access, reading
 from ntk_iterncgp.threads import enter_eval_mode, leave_eval_mode, together
 
 Inputs = Any  # a tensor, or a mapping of tensors and other things
@@ -164,7 +164,7 @@ class FixedOrderData:
         assert self._source is not None
         source = self._source
         chosen = [[source.indices[row] for row in rows.tolist()] for rows in batches]
-        for batch in FixedBatches(DataLoader(source.dataset, batch_sampler=chosen, **source.settings), len(chosen)):
+        for batch in FixedBatches(reading(source.dataset, chosen, source.settings), len(chosen)):
             yield self.split(batch)
 
     def pick(self, rows: Tensor, num_data: int, batch_size: int) -> Iterator[tuple[Tensor, Inputs]]:

@@ -21,6 +21,7 @@ from ntk_iterncgp.priors.rows import Rows
 from ntk_iterncgp.solver.factor import Factor, rounding_noise
 
 SLICE_ROWS = 2**14  # weights at a time, in sums over all of them
+SLICE_COLUMNS = 128  # actions at a time, where half of a symmetric matrix is enough
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,9 +156,15 @@ class WeightPosterior:
 def inner_products(left: Tensor, right: Tensor) -> Tensor:  # (p, B), (p, B′) -> (B, B′)
     """Products in the dtype of the images, whose rounding is allowed for as noise; their sum in float64."""
     total = torch.zeros(left.shape[1], right.shape[1], dtype=torch.float64, device=left.device)
+    is_symmetric = left is right
     for one, other in zip(left.split(SLICE_ROWS), right.split(SLICE_ROWS), strict=True):
-        total += one.T @ other
-    return total
+        if not is_symmetric:
+            total += one.T @ other
+            continue
+        for start in range(0, one.shape[1], SLICE_COLUMNS):  # a triangle of blocks
+            columns = slice(start, start + SLICE_COLUMNS)
+            total[columns, start:] += one[:, columns].T @ one[:, start:]
+    return total.triu() + total.triu(1).T if is_symmetric else total
 
 
 def precision_of_weights(prior_precision: Tensor, layer_sizes: tuple[int, ...]) -> Tensor:  # (1,), (L,), (P,) -> (P,)

@@ -3,6 +3,7 @@
 from collections import UserDict
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,12 +14,14 @@ from torch.utils.data import (
     Dataset,
     IterableDataset,
     RandomSampler,
+    Subset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
 )
 
 from ntk_iterncgp.data import FixedOrderData, evaluating, probe, slice_rows, to_device
+from ntk_iterncgp.order import in_fixed_order
 
 CPU = torch.device("cpu")
 N = 10
@@ -162,6 +165,30 @@ def test_the_batches_of_a_batch_sampler_are_respected() -> None:
 
 def test_a_loader_that_does_not_batch_hands_on_the_items_of_its_data_set() -> None:
     assert order(fixed(DataLoader(WholeBatches(), batch_size=None))) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+
+
+@pytest.mark.parametrize("part", [None, [8, 1, 6, 3, 0, 2]])
+@pytest.mark.parametrize("sampler", [None, [4, 0, 3, 3, 5]])
+def test_tensors_read_a_batch_at_a_time_are_what_the_loader_gives(part: Any, sampler: Any) -> None:
+    tensors = TensorDataset(torch.randn(10, 2, 3), torch.arange(10), torch.randn(10, 1))
+    dataset = tensors if part is None else Subset(tensors, part)
+    loader = DataLoader(dataset, 4, sampler=sampler)
+    with mock.patch.object(TensorDataset, "__getitem__", side_effect=AssertionError("read datum by datum")):
+        found = list(in_fixed_order(loader))
+    expected = list(loader)
+    assert [type(batch) for batch in found] == [type(batch) for batch in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_dataset_that_only_inherits_from_tensors_is_read_in_its_own_way() -> None:
+    class Doubled(TensorDataset):
+        def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+            return tuple(2 * tensor for tensor in super().__getitem__(index))
+
+    for dataset in (Doubled(torch.ones(6, 2), torch.ones(6)), Subset(Doubled(torch.ones(6, 2), torch.ones(6)), [5, 0])):
+        (x, y), *_ = FixedOrderData(DataLoader(dataset, 2), device=CPU).batches()
+        assert bool((x == 2).all()) and bool((y == 2).all())
 
 
 def test_the_collate_function_is_kept() -> None:

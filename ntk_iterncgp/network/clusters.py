@@ -240,9 +240,9 @@ class Clusters:
 
     def image_gram(self) -> Tensor:  # (B, B)
         """AᵀA of all actions. After a further pass only what is new of it is computed."""
-        images = [done.images for done in self.passes]
+        images = [done.images.T for done in self.passes]
         complete = [done.is_complete for done in self.passes]
-        return block_matrix(self.gram_blocks, complete, lambda i, j: inner_products(images[i].T, images[j].T))
+        return block_matrix(self.gram_blocks, complete, lambda i, j: inner_products(images[i], images[j]))
 
     def _directions(self) -> list[tuple[Pass, Tensor]]:
         return [(done, u * done.counted()[:, None]) for done in self.passes for u in done.directions]

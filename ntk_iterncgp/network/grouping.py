@@ -23,7 +23,7 @@ from ntk_iterncgp.data import Inputs
 from ntk_iterncgp.priors.jacobian import Jacobian, NetworkJacobian
 
 ITERATIONS = 10
-SAMPLE_PER_GROUP = 64
+SAMPLE, SAMPLE_PER_GROUP = 2**13, 16  # data that the centres are found on: 64 for each of 500 gave as good ones
 MAX_FEATURES = 128  # longer features are projected at random, which keeps their distances
 DISTANCE_ENTRIES = 2**22  # of the matrix of distances between data and centres, at once
 
@@ -56,8 +56,9 @@ def _kmeans(points: Tensor, weights: Tensor, num_groups: int, generator: torch.G
         return torch.arange(len(points), device=points.device)
     centres = points[_draw(weights, num_groups, generator)].clone()
     some, of_some = points, weights
-    if len(points) > SAMPLE_PER_GROUP * num_groups:  # the centres are found on a sample, the groups are of all data
-        chosen = torch.randperm(len(points), generator=generator)[: SAMPLE_PER_GROUP * num_groups].to(points.device)
+    size = max(SAMPLE, SAMPLE_PER_GROUP * num_groups)
+    if len(points) > size:  # the centres are found on a sample, the groups are of all data
+        chosen = torch.randperm(len(points), generator=generator)[:size].to(points.device)
         some, of_some = points[chosen], weights[chosen]
     for _ in range(ITERATIONS):
         labels = _nearest(some, centres)

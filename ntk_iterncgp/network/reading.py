@@ -54,9 +54,11 @@ def weight_posterior(progress: Progress, network: LinearisedNetwork) -> WeightPo
         layer_sizes=network.layer_sizes,
         trace_is_exact=progress.trace_is_exact,
     )
-    if posterior.rank <= len(images):
-        return posterior.knowing(clusters.image_gram()[kept][:, kept])
-    return folded(posterior)
+    if posterior.rank > len(images):
+        return folded(posterior)
+    if len(clusters.passes) == 1 and not clusters.passes[0].is_complete:
+        return posterior  # most images may still be zero: not worth the products of all
+    return posterior.knowing(clusters.image_gram()[kept][:, kept])
 
 
 def folded(posterior: WeightPosterior) -> WeightPosterior:
