@@ -27,7 +27,7 @@ def papers(classes: Classes, kernel: Matern32, stopping: Stopping, max_rank: int
     with torch.no_grad():
         for state in papers_newton(start(problem, stopping), stopping, max_rank):
             clock.score(marginals(in_between(state)), **_work(state))
-    return clock
+    return clock.finish()
 
 
 def ours(classes: Classes, kernel: Matern32, stopping: Stopping) -> Clock:
@@ -47,8 +47,7 @@ def ours(classes: Classes, kernel: Matern32, stopping: Stopping) -> Clock:
     gp.fit(classes.train_inputs, classes.train_labels, callback=look)
     if gp.report_.status == Status.INTERRUPTED:  # Ctrl-C ends the experiment, not this fit alone
         raise KeyboardInterrupt
-    clock.pause()
-    return clock
+    return clock.finish()
 
 
 def svgps(
