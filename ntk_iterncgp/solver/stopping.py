@@ -50,6 +50,8 @@ def share(name: str, value: object) -> float:
     """A tolerance: a number of at least 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
         raise ValueError(f"{name} expects a number of at least 0, but got {value!r}.")
+    if isinstance(value, int) and value >= 2**63:
+        raise ValueError(f"{name} expects a share, a whole one below 2^63, but got a larger number.")
     return value
 
 
