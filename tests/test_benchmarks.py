@@ -223,5 +223,5 @@ def test_a_soak_fails_where_a_killed_run_ends_with_other_bits(code: int, monkeyp
     if code == 0:
         assert soak.kill_and_resume(3) == "3 of each program"
         return
-    with pytest.raises(AssertionError, match="but did not"):
+    with pytest.raises(AssertionError, match="but it did not"):
         soak.kill_and_resume(3)
