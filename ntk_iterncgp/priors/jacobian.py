@@ -152,7 +152,8 @@ class Jacobian(NetworkJacobian):
     def rows(self, x: Inputs, num_rows: int) -> Rows:
         if self._places is not None and not torch.is_grad_enabled():
             with exclusively(self.model):  # it is watched by hooks
-                rows = layer_rows(self.model, lambda: self.forward(x), self._places, self.sizes)
+                leaves = {name: value.requires_grad_() for name, value in self._fresh().items()}
+                rows = layer_rows(self.model, lambda: self.forward(x, leaves), self._places, self.sizes)
             if rows is not None and (self._proven or rows.agrees_with(lambda c: self.vjp(x, c[..., None])[:, 0])):
                 self._proven = True
                 return rows
