@@ -147,7 +147,10 @@ class Jacobian(NetworkJacobian):
         return torch.stack(columns, 2)
 
     def bytes_per_row(self, num_outputs: int) -> int:
-        return 3 * num_outputs * self.num_params * self.params_bytes  # J, what it is concatenated from, J Λ^{-½}
+        # By layers: derivatives by what comes out of each, and the rows of one. Else J, what it is concatenated from,
+        # and J Λ^{-½}.
+        copies = 3 if self._places is None else 2
+        return copies * num_outputs * self.num_params * self.params_bytes
 
     def rows(self, x: Inputs, num_rows: int) -> Rows:
         if self._places is not None and not torch.is_grad_enabled():

@@ -188,14 +188,16 @@ class Places(Kept):
     """All of it, for a layer that is applied at T places."""
 
     def __init__(self, layer: nn.Module, call: Call, num_outputs: int) -> None:
-        self.layer, self.inputs, self.is_linear = layer, call.inputs, isinstance(layer, nn.Linear)
-        b, channels = call.shape[0], call.shape[-1 if self.is_linear else 1]
+        self.layer, self.inputs = layer, call.inputs
+        is_linear = isinstance(layer, nn.Linear)
+        b, channels = call.shape[0], call.shape[-1 if is_linear else 1]
         places = call.shape[1:].numel() // channels
         self.cotangents = call.inputs.new_empty(b, num_outputs, channels, places)  # (b, C, O, T)
+        as_output = self.cotangents.mT if is_linear else self.cotangents
+        self.slots = as_output.view(b, num_outputs, *call.shape[1:]).unbind(1)
 
     def take(self, c: int, gradient: Tensor) -> None:
-        mine = self.cotangents[:, c]
-        mine.copy_(gradient.reshape(mine.mT.shape).mT if self.is_linear else gradient.reshape(mine.shape))
+        self.slots[c].copy_(gradient)
 
     def block(self, place: str) -> Block:
         if place == "bias":
@@ -218,16 +220,16 @@ class Sums(Kept):
         else:
             standard = F.batch_norm(call.inputs, layer.running_mean, layer.running_var, eps=layer.eps)  # type: ignore[arg-type]
             self.standard, self.over = standard.reshape(b, call.shape[1], -1), 2
-        size = self.standard.shape[3 - self.over]
-        self.sums = {place: standard.new_empty(b, num_outputs, size) for place in ("weight", "bias")}
+        self.sums = standard.new_empty(2, b, num_outputs, self.standard.shape[3 - self.over])  # of g s, of g
+        self.slots = self.sums.unbind(2)
 
     def take(self, c: int, gradient: Tensor) -> None:
         gradient = gradient.reshape(self.standard.shape)
-        self.sums["weight"][:, c] = (gradient * self.standard).sum(self.over)
-        self.sums["bias"][:, c] = gradient.sum(self.over)
+        torch.sum(gradient * self.standard, self.over, out=self.slots[c][0])
+        torch.sum(gradient, self.over, out=self.slots[c][1])
 
     def block(self, place: str) -> Block:
-        return WrittenOut(self.sums[place])
+        return WrittenOut(self.sums[0 if place == "weight" else 1])
 
 
 def _kept(layer: nn.Module, call: Call, num_outputs: int) -> Kept:
