@@ -226,8 +226,11 @@ class DenseColumns(Columns):
         return DenseColumns(rotated, rotated.shape[0], self.num_outputs, self.share)
 
     def orthonormalise(self, block: Tensor, project: Callable[[Tensor], Tensor]) -> DenseColumns:
-        new = _orthonormalise(self.share.take(project(block)), self.matrix, self.tolerance, self.share)
+        inside, every = self.share.take(project(block)), self.share.take(block)
+        is_inside = self.share.norm(inside) > self.tolerance * self.share.norm(every)
+        new = _orthonormalise(inside[:, is_inside], self.matrix, self.tolerance, self.share)
         new = project(new)  # once more: rounding is no longer small after scaling
+        new = new[:, self.share.norm(new) > 0.5]  # what was rounding alone may have left the range
         return DenseColumns.of(new, self.num_outputs, self.share)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
 from ntk_iterncgp import parallel
+from ntk_iterncgp.kept import Kept, worth_keeping
 from ntk_iterncgp.order import FixedBatches, in_fixed_order, random_access, reading
 from ntk_iterncgp.threads import enter_eval_mode, leave_eval_mode, together
 
@@ -40,6 +41,7 @@ class FixedOrderData:
         self._batches = in_fixed_order(loader)
         self._source = random_access(loader, self._batches)
         self._keeps_order: bool | None = None  # not looked at yet
+        self.keep_bytes = 0  # how much may be kept of a first sweep
 
     def __len__(self) -> int:
         """The number of batches."""
@@ -52,8 +54,15 @@ class FixedOrderData:
 
     def batches(self) -> Iterator[tuple[Inputs, Tensor]]:
         """One sweep, on the device."""
+        source, kept = self._source, None
+        if source is not None and self.keep_bytes and worth_keeping(source):
+            kept = Kept(len(source.indices), self.keep_bytes)
         for batch in self._batches:
+            if kept is not None and not kept.add(batch):
+                kept = None
             yield self.split(batch)
+        if source is not None and kept is not None and kept.is_complete:
+            self._batches, self._source = kept.as_source(source)
 
     @cached_property
     def sizes(self) -> list[int]:

@@ -61,7 +61,7 @@ def as_tensor(value: Any, name: str, device: torch.device | None, dtype: torch.d
     """Whatever can be read as a tensor of numbers."""
     try:
         tensor = torch.as_tensor(value, dtype=dtype, device=device)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         if isinstance(value, Tensor):  # the device is full, or gone
             raise
         raise TypeError(f"{name} expects a tensor of numbers, but got {type(value).__name__}.") from error

@@ -108,11 +108,15 @@ def classification_uncertainty(mean: Tensor, covariance: Tensor, *, num_samples:
         return torch.stack([torch.special.entr(p).sum(1), aleatoric], 1)
 
     total, aleatoric = _in_chunks(entropies, mean, covariance, len(points)).unbind(1)
+    variance, margin = covariance.diagonal(dim1=1, dim2=2).sum(1), margin_variance(mean, covariance)
+    return Uncertainty(total, (total - aleatoric).clamp_min(0), aleatoric, variance, margin)
+
+
+def margin_variance(mean: Tensor, covariance: Tensor) -> Tensor:  # (b, C), (b, C, C) -> (b,)
+    """The variance of the difference between the two largest outputs."""
     top = mean.topk(2, 1).indices
     contrast = torch.zeros_like(mean).scatter_(1, top[:, :1], 1).scatter_(1, top[:, 1:], -1)
-    margin = torch.einsum("bc,bcd,bd->b", contrast, covariance, contrast)
-    variance = covariance.diagonal(dim1=1, dim2=2).sum(1)
-    return Uncertainty(total, (total - aleatoric).clamp_min(0), aleatoric, variance, margin)
+    return torch.einsum("bc,bcd,bd->b", contrast, covariance, contrast)
 
 
 def regression_uncertainty(covariance: Tensor, noise_variance: Tensor) -> Uncertainty:  # (b, C, C)

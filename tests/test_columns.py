@@ -230,6 +230,17 @@ def test_old_and_new_columns_together_hold_the_projected_block(form: str) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_a_column_of_which_only_rounding_is_in_the_range_is_dropped(dtype: torch.dtype) -> None:
+    constant = draw(N, 1, seed=1).repeat_interleave(C, 0)  # nothing of it has zero sum over the classes
+    constant += 4 * torch.finfo(dtype).eps * draw(N * C, 1, seed=3)
+    for block in (constant, torch.cat([constant, draw(N * C, 1, seed=2)], 1)):
+        new = empty("dense", dtype=dtype).orthonormalise(block.to(dtype), project)
+        assert new.size == block.shape[1] - 1
+        matrix = written_out(new)
+        close(matrix.T @ matrix, torch.eye(new.size, dtype=torch.float64), atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMATS)
 def test_dependent_columns_are_dropped(form: str, dtype: torch.dtype) -> None:
     a, b, c = draw(N * C, 3, seed=1).unbind(1)

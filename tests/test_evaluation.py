@@ -11,9 +11,11 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from ntk_iterncgp.config import EvaluateConfig
+from ntk_iterncgp.config import EvaluateConfig, RunConfig
+from ntk_iterncgp.datasets import Data, Scaling
 from ntk_iterncgp.evaluation import bootstrap_difference, ood_metrics, regression_metrics, risk_curve, roc_curve
 from ntk_iterncgp.evaluation.baselines import BASELINES, Exact, Kfac, LastLayer, SubsetOfData, Unavailable
+from ntk_iterncgp.evaluation.compare import compare_network, precision_grid
 from ntk_iterncgp.evaluation.crossfit import crossfit, folds, nll_of
 from ntk_iterncgp.evaluation.families import Latent, Tempered
 from ntk_iterncgp.evaluation.links import class_probabilities, entropy, mutual_information
@@ -253,3 +255,24 @@ def test_regression_scores_of_the_true_distribution() -> None:
     assert found.rmse == pytest.approx(float((targets - mean).square().mean().sqrt()), rel=1e-5)
     with pytest.raises(ValueError, match="positive"):
         regression_metrics(mean, 0 * variance, targets)
+
+
+def test_detection_by_the_margin_is_the_flavours_own_at_the_precision_of_the_evidence() -> None:
+    model, loader, _ = problem()
+    test = TensorDataset(torch.randn(30, 4, dtype=torch.float64), torch.arange(30) % 3)
+    far = TensorDataset(3 * torch.randn(20, 4, dtype=torch.float64), torch.zeros(20, dtype=torch.long))
+    data = Data(loader.dataset, test, Scaling((0.0,), (1.0,)), ("a", "b", "c"), (4,), {"far": far})
+    config = RunConfig(evaluate=EvaluateConfig(baselines=("map", "prior")))
+    la = Laplace(model, "classification", "all", "iterncgp", num_actions=20, prior_precision=3.0)
+    la.fit(loader)
+    found = compare_network(la, model, data, config, lambda line: None)
+    assert float(la.prior_precision) == 3.0  # left as it was
+    bounds = [float(la.log_marginal_likelihood(prior_precision=value.reshape(1))) for value in precision_grid(config)]
+    best = precision_grid(config)[int(torch.tensor(bounds).argmax())]
+    assert found.evidence_precision == float(best)
+    la.prior_precision = float(best)
+    margins = [la.uncertainty(part.tensors[0]).margin_variance for part in (test, far)]
+    margin = found["ours"].ood["far"].by_margin
+    assert margin is not None and margin == ood_metrics(*margins)
+    assert found["prior"].ood["far"].by_margin != margin
+    assert found["map"].ood["far"].by_margin is None

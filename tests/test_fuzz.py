@@ -152,6 +152,14 @@ def gp_cases(draw: Any) -> GPCase:
     return GPCase(X, y, new, kernel, name, likelihood, noise, chosen, draw(st.integers(0, 4)))
 
 
+def exact_variances(case: GPCase, f: Tensor, K: Tensor, Kx: Tensor, Kxx: Tensor) -> Tensor:
+    """Where undamped steps have left W K beyond float64, the dense truth cannot be had; it is not negative."""
+    root = oracles.curvature_root(case.name, f, case.noise)
+    if float(root.abs().max()) ** 2 * float(K.abs().max()) > 1e14:
+        return torch.zeros(len(Kxx), dtype=Kxx.dtype)
+    return oracles.posterior_at(case.name, f, K, Kx, Kxx, noise=case.noise).diagonal()
+
+
 @share_of_cases(0.5)
 @given(gp_cases())
 def test_a_gp_gives_numbers_that_hold(case: GPCase) -> None:
@@ -172,10 +180,11 @@ def test_a_gp_gives_numbers_that_hold(case: GPCase) -> None:
     assert 0 <= gp.report_.information_captured <= 1
     K, Kx = case.covariance(case.X, case.X), case.covariance(case.new, case.X)
     Kxx = case.covariance(case.new, case.new)
-    exact = oracles.posterior_at(case.name, state.latent, K, Kx, Kxx, noise=case.noise).diagonal()
+    exact = exact_variances(case, state.latent, K, Kx, Kxx)
     found, prior = covariance.double().diagonal(dim1=1, dim2=2).flatten(), Kxx.diagonal()
     tolerance = 1e-6 if case.X.dtype == torch.float64 else 5e-3
-    if gp.posterior_.prior.product_tolerance:
+    tolerance += gp.posterior_.prior.product_tolerance
+    if gp.posterior_.prior.product_tolerance > 1e-10:
         tolerance += 1e-3
     assert (found >= exact - tolerance * prior).all(), (
         f"below the truth by {float(((exact - found) / prior).max()):.1e}"
@@ -311,6 +320,7 @@ NONSENSE = [
     [],
     (1, 2),
     10**30,
+    10**400,
     torch.ones(2, 2),
     b"x",
     object(),

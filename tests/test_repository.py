@@ -19,6 +19,7 @@ MAX_LINES = 350
 ORDER = [
     {"parallel", "threads", "files", "digests"},
     {"checkpoint", "order", "interrupt", "memory"},
+    {"kept"},
     {"data"},
     {"columns"},
     {"kernels"},

@@ -15,7 +15,7 @@ from torch import Tensor
 from ntk_iterncgp import kernels
 from ntk_iterncgp.config import ConfigError
 from ntk_iterncgp.reproduce import gmm, main, mnist, poisson, svgp
-from ntk_iterncgp.reproduce.contenders import best_settings
+from ntk_iterncgp.reproduce.contenders import best_settings, svgps
 from ntk_iterncgp.reproduce.outcome import Claim, Outcome
 from ntk_iterncgp.reproduce.race import Classes, Clock
 from ntk_iterncgp.reproduce.race_claims import claims
@@ -173,6 +173,25 @@ def test_the_best_settings_of_svgp_are_those_that_lead_in_some_score() -> None:
     clocks = [clock(1.0, 0.9, 0.3), clock(2.0, 0.5, 0.1), clock(1.5, 0.8, 0.4), clock(3.0, 0.1, 0.9)]
     assert best_settings(clocks, grid, 2) == [(100, 0.1), (300, 0.1)]
     assert (400, 0.1) not in best_settings(clocks, grid, 4)
+
+
+def test_svgp_gets_the_full_time_for_the_best_settings_of_shorter_heats(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, float, float]] = []
+
+    def race(classes: Any, kernel: Any, inducing: int, rate: float, seconds: float, seed: int) -> Clock:
+        asked.append((inducing, rate, seconds))
+        row = {f"{d}_{k}": sign * inducing for d in ("test", "train") for k, sign in SIGNS.items()}
+        return Clock("", "svgp", Classes(*[torch.zeros(1, 1)] * 4, 2, 1), [row])
+
+    SIGNS = {"nll": 1.0, "accuracy": -1.0, "ece": 1.0}  # few inducing points are best
+    monkeypatch.setattr(svgp, "race", race)
+    kernel, grid = kernels.Matern32(), [(100, 0.1), (200, 0.1), (300, 0.1)]
+    chosen, clocks, heats = svgps(None, kernel, grid, 8.0, 0, 1)  # type: ignore[arg-type]
+    assert chosen == [(100, 0.1)] and len(clocks) == 1 and len(heats) == 3
+    assert asked == [(100, 0.1, 1.0), (200, 0.1, 1.0), (300, 0.1, 1.0), (100, 0.1, 8.0)]
+    asked.clear()
+    assert svgps(None, kernel, chosen, 8.0, 1, 1)[0] == chosen  # type: ignore[arg-type]
+    assert asked == [(100, 0.1, 8.0)]  # another seed: no heats again
 
 
 def test_a_slow_subset_is_left_out_at_equal_time_and_named() -> None:

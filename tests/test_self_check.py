@@ -523,3 +523,11 @@ def test_a_file_whose_numbers_contradict_each_other_is_not_loaded(name: str, dty
     assert not other._fitted
     other.load_state_dict(la.state_dict())
     not_below(joint_variance(other, x), net.exact(x), 1e-9 if dtype == torch.float64 else 1e-3)
+
+
+def test_float32_data_spread_over_many_lengthscales_are_no_alarm() -> None:
+    X = torch.tensor([[1.5e6], [-29.3], [-2.2e6], [56.8], [-1.1e6], [-139.9], [4.0e5]])
+    gp = NonConjugateGP(kernels.RBF(100.0), likelihoods.Bernoulli(), policy="unit", max_products=1, chunk_bytes=1000)
+    gp.fit(X, torch.zeros(7))
+    gp.refine(1)  # a warning would be an error here
+    assert gp.posterior_.prior.product_tolerance > 1e-4

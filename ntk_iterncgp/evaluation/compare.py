@@ -43,6 +43,7 @@ class OtherKind:
 
     by_entropy: OODMetrics
     by_doubt: OODMetrics | None
+    by_margin: OODMetrics | None  # the variance of the top-two difference, all at the precision of the evidence
     test_scores: Tensor  # entropy (b,)
     other_scores: Tensor
 
@@ -79,6 +80,7 @@ class Comparison:
     contraction: dict[str, Tensor]  # set -> posterior over prior variance at each input, ours
     rows_seconds: float
     information: float | None = None  # captured, at the tuned prior precision
+    evidence_precision: float | None = None  # of the grid, where our bound on the evidence is largest
 
     def __getitem__(self, name: str) -> Result:
         return next(result for result in self.results if result.name == name)
@@ -137,9 +139,11 @@ def compare_network(
         for name, posterior in posteriors.items()
     }
     families |= ours
+    evident = _evident(la, grid)
     found = compare_families(
-        families, labels, sizes, config, log, watch=watch, unavailable=unavailable, prior=ours["ours"]
+        families, labels, sizes, config, log, watch=watch, unavailable=unavailable, prior=ours["ours"], evident=evident
     )
+    found = replace(found, evidence_precision=float(grid[evident]))
     tuned = torch.tensor([found["ours"].values[0]], dtype=torch.float64, device=la.posterior.images.device)
     return replace(found, information=la.posterior.information_captured(tuned, la._noise_scale))
 
@@ -154,6 +158,7 @@ def compare_families(
     watch: Stopwatch,
     unavailable: dict[str, str],
     prior: Ours | None = None,
+    evident: int | None = None,  # where in the grid of precisions detection by variances is scored
 ) -> Comparison:
     """Tune, score and compare; `families` see the inputs of all sets, one after the other."""
     labels = labels.cpu()
@@ -164,7 +169,7 @@ def compare_families(
     for name, family in families.items():
         log(f"Tuning and scoring: {LABELS.get(name, name)}")
         with watch(f"score {name}"):
-            results.append(_result(name, family, labels, all_folds, others, watch))
+            results.append(_result(name, family, labels, all_folds, others, watch, evident))
         if results[-1].tuned.at_edge:
             values = " / ".join(f"{value:.3g}" for value in results[-1].values)
             log(f"  tuned to {values}, an end of the grid: at the upper one, its variance does not help here")
@@ -209,6 +214,15 @@ def _fit_baselines(
             unavailable[kind.label] = str(error)
             log(f"  not available here: {error}")
     return fitted, unavailable
+
+
+def _evident(la: Any, grid: Tensor) -> int:
+    """Where the bound on the evidence is largest."""
+    precision, bounds = la.prior_precision, []
+    for value in grid:
+        bounds.append(float(la.log_marginal_likelihood(prior_precision=value.reshape(1).to(precision))))
+    la.prior_precision = precision
+    return int(torch.tensor(bounds).argmax())
 
 
 def _is_dense(la: Any) -> bool:
@@ -266,6 +280,7 @@ def _result(
     all_folds: list[Fold],
     others: Mapping[str, tuple[Tensor, ...]],
     watch: Stopwatch,
+    evident: int | None,
 ) -> Result:
     tuned = crossfit(family, labels, all_folds, "accurate")
     p, y = tuned.probabilities.cpu(), labels[tuned.scored]
@@ -278,10 +293,12 @@ def _result(
     for other, parts in others.items():
         pairs = list(zip(tuned.indices, parts, strict=True))
         scores = entropy(torch.cat([family.probabilities(i, part, "accurate") for i, part in pairs])).cpu()
-        by_doubt = None
+        by_doubt = by_margin = None
         if doubt is not None:
             by_doubt = ood_metrics(doubt, _doubt(family, tuned, [part for _, part in pairs]))  # type: ignore[arg-type]
-        ood[other] = OtherKind(ood_metrics(entropy(p), scores), by_doubt, entropy(p), scores)
+        if isinstance(family, Latent) and evident is not None:
+            by_margin = ood_metrics(*(family.margin(evident, x).cpu() for x in (tuned.scored, torch.cat(list(parts)))))
+        ood[other] = OtherKind(ood_metrics(entropy(p), scores), by_doubt, by_margin, entropy(p), scores)
     confidence, predicted = p.max(1)
     seconds = watch.seconds
     return Result(

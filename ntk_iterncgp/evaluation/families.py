@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ntk_iterncgp.evaluation.links import class_probabilities, mutual_information
+from ntk_iterncgp.predictive import margin_variance
 from ntk_iterncgp.tuning import ValidationPart
 from ntk_iterncgp.weight_posterior import WeightPosterior
 
@@ -74,6 +75,10 @@ class Latent(Family):
     def doubt(self, index: int, chosen: Tensor) -> Tensor | None:
         parts = chosen.split(INPUTS_AT_ONCE)
         return torch.cat([mutual_information(*self.moments(index, p), num_samples=self.num_samples) for p in parts])
+
+    def margin(self, index: int, chosen: Tensor) -> Tensor:  # (b,)
+        """The variance of the difference between the two largest outputs."""
+        return torch.cat([margin_variance(*self.moments(index, part)) for part in chosen.split(INPUTS_AT_ONCE)])
 
 
 @final

@@ -105,6 +105,10 @@ def _ood_columns(name: str) -> list[Column]:
         by_doubt = r.ood[name].by_doubt
         return "–" if by_doubt is None else f"{by_doubt.auroc:.3f}"
 
+    def margin(r: Result) -> str:
+        by_margin = r.ood[name].by_margin
+        return "–" if by_margin is None else f"{by_margin.auroc:.3f}"
+
     passing = f"The share of {name} that passes where 95 % of the test inputs do; lower is better."
     return [
         Column(
@@ -114,6 +118,12 @@ def _ood_columns(name: str) -> list[Column]:
             max,
         ),
         Column(f"{name}: epistemic", doubt, "The same by the doubt that more data would remove."),
+        Column(
+            f"{name}: margin",
+            margin,
+            "The same by the variance of the difference between the two largest outputs, at the prior precision that "
+            "the evidence prefers, the same for all methods.",
+        ),
         Column(f"{name}: AUPR", by_entropy("aupr"), "Average precision of entropy."),
         Column(f"{name}: FPR95", by_entropy("fpr95"), passing),
     ]
@@ -148,7 +158,11 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
                 "hyperparameters": r.values,
                 "difference_to_ours": asdict(r.difference) if r.difference else None,
                 "ood": {
-                    name: {"entropy": asdict(o.by_entropy), "epistemic": asdict(o.by_doubt) if o.by_doubt else None}
+                    name: {"entropy": asdict(o.by_entropy)}
+                    | {
+                        key: asdict(metrics) if metrics else None
+                        for key, metrics in (("epistemic", o.by_doubt), ("margin", o.by_margin))
+                    }
                     for name, o in r.ood.items()
                 },
                 "fit_seconds": r.fit_seconds,
@@ -163,5 +177,6 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         else {"least": float(comparison.exact_ratio.min()), "median": float(comparison.exact_ratio.median())},
         "variance_over_prior": {name: float(ratio.median()) for name, ratio in comparison.contraction.items()},
         "information_captured": comparison.information,
+        "evidence_precision": comparison.evidence_precision,
         "verdict": verdict(comparison.results),
     }

@@ -121,6 +121,16 @@ class KernelMatrix:
         return product if self.part == WHOLE else _padded(product, rows, self.shape[0])
 
     @property
+    def rounding_of_points(self) -> float:
+        """How far an entry may be off, as a share of k(x, x), since points are centred, scaled and rounded: no kernel
+        of the distance is steeper than 1. Beyond other rounding only where the data spread over many lengthscales."""
+        if not self.kernel.is_of_distance or 0 in self.shape:
+            return 0.0
+        pairs = Formula.of(self.kernel).points(self._x1, self._x2)
+        spread = max(float(torch.linalg.vector_norm(points, dim=1).max()) for pair in pairs for points in pair)
+        return 4 * torch.finfo(self._x1.dtype).eps * spread
+
+    @property
     def uses_compiled_tiles(self) -> bool:
         """Whether the formula has been compiled for the tiles of this matrix."""
         return isinstance(self._engine, FusedEngine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from numbers import Real
 from typing import Any
 
@@ -21,7 +22,7 @@ def _check(name: str, value: Any, expected: str, *, positive: bool = True, max_s
     if isinstance(value, Tensor) and not value.is_complex():
         numbers = value.detach()
     elif isinstance(value, Real):
-        numbers = torch.tensor(float(value), dtype=torch.float64)
+        numbers = torch.tensor(_as_float(value), dtype=torch.float64)
     else:
         raise TypeError(f"{name} expects {expected}, but got {value!r}.")
     if numbers.ndim > 1 or numbers.numel() == 0 or (max_size is not None and numbers.numel() > max_size):
@@ -29,3 +30,10 @@ def _check(name: str, value: Any, expected: str, *, positive: bool = True, max_s
     if not bool(torch.isfinite(numbers).all()) or (positive and not bool((numbers > 0).all())):
         shown = numbers.item() if numbers.numel() == 1 else "one that holds others"
         raise ValueError(f"{name} expects {expected}, finite, but got {shown}.")
+
+
+def _as_float(value: Real) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an integer of more than 308 digits
+        return math.inf

@@ -269,7 +269,8 @@ class FittedNetwork(BaseFunctionalLaplace):
     @property
     def _noise_scale(self) -> Tensor:
         """τ = σ²·T."""
-        return 1 / self._H_factor
+        temperature = self.temperature if isinstance(self.temperature, Tensor) else float(self.temperature)
+        return self.sigma_noise.square() * temperature
 
     def _refresh_posterior(self) -> None:
         """Called before every prediction: the model must still be that of the fit, frozen weights and buffers too."""

@@ -11,7 +11,7 @@ mean="refined"   Newton's method, from the network's outputs to the mode of the 
 from dataclasses import replace
 
 from ntk_iterncgp.checkpoint import UNSAVED, Call
-from ntk_iterncgp.network.cost import Cost, check_memory, check_memory_to_refine, estimate_cost
+from ntk_iterncgp.network.cost import Cost, check_memory, check_memory_to_refine, estimate_cost, room_for_data
 from ntk_iterncgp.network.linearised import (
     CLUSTERS,
     MEANS,
@@ -44,7 +44,7 @@ __all__ = [
 def fit_network(
     network: LinearisedNetwork, settings: NetworkSettings, *, progress_bar: bool = False, call: Call = UNSAVED
 ) -> NetworkFit:
-    check_memory(estimate_cost(network, settings, timed=False))
+    network.data.keep_bytes = room_for_data(check_memory(estimate_cost(network, settings, timed=False)))
     fit = fit_by_clusters if settings.policy is None else fit_by_products
     return replace(fit(network, settings, progress_bar=progress_bar, call=call), first_look=network.first_look())
 
@@ -61,7 +61,7 @@ def refine_network(
     """Spend more on a fit, from where it stopped: the variance only falls."""
     assert fitted.first_look is not None
     fitted.first_look.check_same(network.first_look())
-    check_memory_to_refine(fitted, network, settings, budget)
+    network.data.keep_bytes = room_for_data(check_memory_to_refine(fitted, network, settings, budget))
     refine = refine_clusters if settings.policy is None else refine_by_products
     result = refine(fitted, network, settings, budget, progress_bar=progress_bar, call=call)
     return replace(result, first_look=fitted.first_look)

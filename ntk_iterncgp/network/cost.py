@@ -20,6 +20,7 @@ from ntk_iterncgp.network.linearised import PRODUCT_EPOCHS, Budget, LinearisedNe
 from ntk_iterncgp.priors.jacobian import JVP_COLUMNS, Jacobian, NetworkJacobian
 
 TIMED_COLUMNS = 16  # of the actions, when a prediction is timed: all of them may not fit in memory
+KEEP_BYTES = 2**30
 WORKSPACE_BYTES = 64 * 2**20  # what PyTorch takes beside the arrays counted here
 
 
@@ -110,15 +111,22 @@ def estimate_cost(network: LinearisedNetwork, settings: NetworkSettings, *, time
     )
 
 
-def check_memory(cost: Cost) -> None:
-    """Refuse what cannot fit, before it starts."""
+def check_memory(cost: Cost) -> int:
+    """Refuse what cannot fit, before it starts; else how much it takes."""
     advice = "Use fewer actions (num_actions), less for rows of the Jacobian (chunk_bytes), or fewer weights."
     require_memory(cost.fit_bytes, cost.available_bytes, f"{advice}\n{cost}")
+    return cost.fit_bytes
+
+
+def room_for_data(needed: int) -> int:
+    """Half of what a fit leaves of the machine's memory, within reason, may hold data that it would read again."""
+    available = available_bytes(torch.device("cpu"))
+    return 0 if available is None else max(0, min(KEEP_BYTES, (available - needed) // 2))
 
 
 def check_memory_to_refine(
     fitted: NetworkFit, network: LinearisedNetwork, settings: NetworkSettings, budget: Budget
-) -> None:
+) -> int:
     """The same for what is added to a fit: new actions, and copies in which they lie beside those that are there."""
     cost = estimate_cost(network, settings, timed=False)
     per_action = (cost.fit_bytes - cost.fixed_bytes) // cost.num_actions
@@ -132,6 +140,7 @@ def check_memory_to_refine(
         needed = int(2.5 * per_action * (fitted.posterior.rank + more))  # columns grow by half, into another place
     advice = "Ask for fewer epochs at once, fit with max_rank, or use less for rows of the Jacobian (chunk_bytes)."
     require_memory(cost.fixed_bytes + needed, cost.available_bytes, advice)
+    return cost.fixed_bytes + needed
 
 
 def _image_bytes(jacobian: NetworkJacobian, actions: int) -> int:

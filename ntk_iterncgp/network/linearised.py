@@ -126,6 +126,8 @@ class Budget:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, (int, float)) and value > 0):
                 raise ValueError(f"{name} expects a positive number, but got {value!r}.")
+            if isinstance(value, int) and value >= 2**63:
+                raise ValueError(f"{name} expects a positive number, a whole one below 2^63, but got a larger one.")
 
     def is_spent_in_epochs(self, epochs: float) -> bool:
         return self.epochs is not None and epochs >= self.epochs - 1e-9

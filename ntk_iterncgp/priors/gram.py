@@ -133,9 +133,10 @@ class GramPrior(Prior):
 
     @property
     def product_tolerance(self) -> float:
+        rounding = max(matrix.rounding_of_points for matrix in self.matrices)
         if all(matrix.choice.pattern is None for matrix in self.matrices):
-            return 0.0
-        return DEFAULT_TOLERANCE if self.tolerance is None else self.tolerance
+            return rounding
+        return rounding + (DEFAULT_TOLERANCE if self.tolerance is None else self.tolerance)
 
     def blocks_of(self, x: Tensor) -> Tensor:  # (b, C, C)
         """k(x, x) at each input, in float64."""

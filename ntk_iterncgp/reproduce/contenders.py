@@ -17,6 +17,7 @@ from ntk_iterncgp.reproduce.race import Classes, Clock, marginals
 from ntk_iterncgp.solver import State, Status, Stopping
 
 Grid = list[tuple[int, float]]  # inducing points and learning rate
+HEAT = 1 / 8
 
 
 def papers(classes: Classes, kernel: Matern32, stopping: Stopping, max_rank: int | None, group: str) -> Clock:
@@ -26,7 +27,7 @@ def papers(classes: Classes, kernel: Matern32, stopping: Stopping, max_rank: int
     with torch.no_grad():
         for state in papers_newton(start(problem, stopping), stopping, max_rank):
             clock.score(marginals(in_between(state)), **_work(state))
-    return clock
+    return clock.finish()
 
 
 def ours(classes: Classes, kernel: Matern32, stopping: Stopping) -> Clock:
@@ -46,13 +47,20 @@ def ours(classes: Classes, kernel: Matern32, stopping: Stopping) -> Clock:
     gp.fit(classes.train_inputs, classes.train_labels, callback=look)
     if gp.report_.status == Status.INTERRUPTED:  # Ctrl-C ends the experiment, not this fit alone
         raise KeyboardInterrupt
-    clock.pause()
-    return clock
+    return clock.finish()
 
 
-def svgps(classes: Classes, kernel: Matern32, grid: Grid, seconds: float, seed: int) -> list[Clock]:
-    """Each setting of the grid, for the same time."""
-    return [svgp.race(classes, kernel, inducing, rate, seconds, seed) for inducing, rate in grid]
+def svgps(
+    classes: Classes, kernel: Matern32, grid: Grid, seconds: float, seed: int, number: int
+) -> tuple[Grid, list[Clock], list[Clock]]:
+    """The best settings of a grid, each trained for `seconds`, found in heats of an eighth of that; and the heats."""
+
+    def race(settings: Grid, time: float) -> list[Clock]:
+        return [svgp.race(classes, kernel, inducing, rate, time, seed) for inducing, rate in settings]
+
+    heats = race(grid, HEAT * seconds) if len(grid) > number else []
+    chosen = best_settings(heats, grid, number) if heats else grid
+    return chosen, race(chosen, seconds), heats
 
 
 def best_settings(clocks: Sequence[Clock], grid: Grid, number: int) -> Grid:

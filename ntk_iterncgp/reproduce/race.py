@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from ntk_iterncgp.evaluation import classification_metrics
 from ntk_iterncgp.likelihoods import Softmax
@@ -50,6 +51,10 @@ class Clock:
     rows: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
     resumed: float = field(default_factory=time.perf_counter)
+    bar: Any = field(init=False, repr=False)  # a line on the screen, so that an hour is not spent in silence
+
+    def __post_init__(self) -> None:
+        self.bar = tqdm(desc=self.method, unit=" scores", leave=False, disable=None)
 
     def pause(self) -> float:
         self.seconds += time.perf_counter() - self.resumed
@@ -69,7 +74,15 @@ class Clock:
             metrics = classification_metrics(probabilities, labels)
             row |= {f"{name}_{key}": getattr(metrics, key) for key in ("accuracy", "nll", "ece")}
         self.rows.append(row)
+        self.bar.set_postfix_str(f"{self.seconds:.0f} s of its own, test NLL {row['test_nll']:.3f}", refresh=False)
+        self.bar.update()
         self.resumed = time.perf_counter()
+
+    def finish(self) -> Clock:
+        """At the end of a method's work."""
+        self.pause()
+        self.bar.close()
+        return self
 
 
 def marginals(posterior: Posterior) -> Predict:

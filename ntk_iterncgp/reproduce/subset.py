@@ -81,4 +81,4 @@ def race(classes: Classes, kernel: Kernel, size: int, tolerance: float, generato
     steps = newton_steps(kernel, inputs, labels, classes.num_classes, tolerance)
     for step, laplace in enumerate(steps, start=1):
         clock.score(laplace.predict, step=step)
-    return clock
+    return clock.finish()

@@ -80,7 +80,7 @@ def race(
     except _errors():  # diverged: the last scores stand, or those of the prior if there are none
         if not clock.rows:
             clock.score(lambda x: _prior(x, kernel, classes.num_classes), step=step)
-    return clock
+    return clock.finish()
 
 
 def _errors() -> tuple[type[Exception], ...]:
