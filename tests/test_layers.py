@@ -108,6 +108,13 @@ class Skipped(TwoCalls):
         return self.outer(x)
 
 
+class Constant(TwoCalls):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            h = self.inner(x)
+        return self.outer(torch.tanh(h))
+
+
 class Wide(nn.Module):
     """Activations that are many times the weights."""
 
@@ -123,6 +130,7 @@ OTHER: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "called twice": (TwoCalls, (4,)),
     "behind the back": (BehindTheBack, (4,)),
     "skipped": (Skipped, (4,)),
+    "constant": (Constant, (4,)),
     "wide": (Wide, (1, 20, 20)),
     "grouped": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3, groups=2), nn.Flatten(), nn.Linear(64, 2)), (2, 6, 6)),
     "another kind": (lambda: nn.Sequential(nn.Conv1d(2, 3, 3), nn.Flatten(), nn.Linear(12, 2)), (2, 6)),
