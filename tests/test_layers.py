@@ -56,7 +56,7 @@ class Normed(nn.Module):
 
 
 class Overwritten(Tokens):
-    """What a linear layer returns for sequences is a view, here overwritten."""
+    """What comes out of layers is overwritten."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.outer(torch.relu_(self.norm(torch.relu_(self.inner(x)))).mean(1))

@@ -116,7 +116,7 @@ class Call(NamedTuple):
 
     inputs: Tensor
     shape: torch.Size  # of what came out
-    edge: GradientEdge  # where the derivative by that is to be had
+    edge: GradientEdge  # where the derivative by that is to be had, also if it is overwritten later
 
 
 def layer_rows(
@@ -136,8 +136,6 @@ def layer_rows(
     def watch(owner: str, layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
         if isinstance(layer, BATCH_NORMS) and not layer.training and len(layer._forward_hooks) == 1:  # this one
             output = _affine(layer, inputs[0])
-        elif output._is_view():
-            output = output.clone()  # what overwrites a view leaves the graph without it
         if output.requires_grad:  # else the model holds this layer for constant
             calls.append((owner, Call(inputs[0].detach(), output.shape, get_gradient_edge(output))))
         return output
