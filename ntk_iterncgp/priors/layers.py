@@ -77,11 +77,12 @@ class LayerRows(Rows):
         weight = written_out(curvature, self.outputs.shape, self.outputs)
         return torch.cat([block.curvature_diagonal(weight) for block in self.blocks]).double()
 
-    def agrees_with(self, pull_back: Callable[[Tensor], Tensor]) -> bool:
-        """Whether these are the rows of the J whose products JᵀV, (b, C) -> (P,), are given, by a random one."""
+    def agrees_with(self, pull_back: Callable[[Tensor], Tensor], num_rows: int) -> bool:
+        """Whether these are the rows of the J whose products Jᵀc, (num_rows, C) -> (P,), are given, by a random one."""
         generator = torch.Generator().manual_seed(0)
         cotangent = torch.randn(self.outputs.shape, generator=generator).to(self.outputs)
-        expected = pull_back(cotangent)
+        cotangent[num_rows:] = 0
+        expected = pull_back(cotangent[:num_rows])
         found = torch.cat([block.pull_back(cotangent) for block in self.blocks])
         tolerance = torch.finfo(found.dtype).eps ** 0.5
         return bool((found - expected).norm() <= tolerance * expected.norm())
