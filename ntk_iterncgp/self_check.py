@@ -175,9 +175,10 @@ def _small_matrices(state: State, variance: Tensor, generator: torch.Generator) 
         found["actions"] = f"actions in the range of the curvature, but {outside:.1e} of one is outside"
 
     trace = problem.prior.num_data * float(variance.sum(1).mean())  # tr K
-    scale = (trace * (Sz * Tz).sum(0).abs()).sqrt() + trace * torch.finfo(torch.float64).eps
-    error = float(((G @ z - actions.inner(Tz)).abs() / scale).max())
     allowed = rounding + problem.prior.product_tolerance
+    # Where K S is nearly zero, as for the difference of two equal inputs, it is rounding of the size of K.
+    scale = (trace * (Sz * Tz).sum(0).abs()).sqrt() + _absolute(state) / allowed * trace
+    error = float(((G @ z - actions.inner(Tz)).abs() / scale).max())
     if not error <= allowed:
         found["gram"] = f"SᵀKS to be that of the images, but it differs by {error:.1e}, where {allowed:.1e} is rounding"
 
@@ -231,11 +232,14 @@ def _point(state: State, prior_variance: Tensor) -> dict[str, str]:
     iterate, expected = state.iterate, _point_of(state)
     sides = state.gram.diagonal().clamp_min(0).sqrt()
     size = iterate.coefficients.abs()
+    allowed = _rounding(state) + state.problem.prior.product_tolerance
+    nearly_zero = _absolute(state) / allowed * float(prior_variance) * float(size.sum())  # K S may be rounding alone
     scale = {
         "v": float(size.sum()),
-        "g": float((sides * size).sum()) * float(prior_variance) ** 0.5 + float(iterate.offset.abs().max()),
+        "g": float((sides * size).sum()) * float(prior_variance) ** 0.5
+        + float(iterate.offset.abs().max())
+        + nearly_zero,
     }
-    allowed = _rounding(state) + state.problem.prior.product_tolerance
     pairs = {
         "v": (iterate.representer_weights, expected.representer_weights),
         "g": (iterate.offset, expected.offset),
@@ -254,6 +258,11 @@ def _point(state: State, prior_variance: Tensor) -> dict[str, str]:
 def _rounding(state: State) -> float:
     """The relative rounding of a stored column, with a margin; rotations in Newton steps add to it."""
     return (1 + state.newton_step / 10) * max(FLOOR, MARGIN * torch.finfo(state.buffer.images.dtype).eps)
+
+
+def _absolute(state: State) -> float:
+    """The rounding of K s for an s of length one, as a share of the size of K."""
+    return 8 * torch.finfo(state.buffer.images.dtype).eps
 
 
 def _some_data(prior: Prior, generator: torch.Generator) -> Tensor:

@@ -4,9 +4,12 @@ from itertools import pairwise
 
 import pytest
 import torch
+from laplace import Laplace
 from sklearn.gaussian_process import GaussianProcessClassifier
 from sklearn.gaussian_process.kernels import RBF as SklearnRBF
 from sklearn.gaussian_process.kernels import ConstantKernel
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from ntk_iterncgp import NonConjugateGP, kernels, likelihoods
 from ntk_iterncgp.posterior import Posterior
@@ -180,3 +183,22 @@ def test_a_spent_budget_is_polished_within_the_span_for_free() -> None:
     gradient = images.T @ (state.score - state.iterate.representer_weights)
     solved = (state.solution.offset - state.iterate.offset).norm() <= 1e-6 * state.iterate.offset.norm()
     assert solved or gradient.norm() <= 1e-5 * state.score.norm()
+
+
+def test_rounding_that_makes_the_prior_indefinite_does_not_pay_for_a_step() -> None:
+    """Of equal data SᵀKS is singular, and in float32 it may come out negative: such a step once paid 1e30."""
+    a, b, c = -1.388382911682129, 2.3974335193634033, -1.6420619487762451
+    x = torch.tensor([a, b, c, a, b, c, b, b, a])[:, None]
+    model = nn.Sequential(nn.Linear(1, 1), nn.Tanh(), nn.Linear(1, 4))
+    weights = [2.047041654586792, 0.06043899804353714]
+    weights += [-0.4733105003833771, 0.13680164515972137, 0.8845268487930298, -1.2729326486587524]
+    weights += [1.7440086603164673, -0.36254629492759705, 0.222309872508049, -0.46250292658805847]
+    nn.utils.vector_to_parameters(torch.tensor(weights), model.parameters())
+    loader = DataLoader(TensorDataset(x, torch.zeros(9, dtype=torch.long)), 1)
+    settings = {"policy": "unit", "num_actions": 7, "actions_per_step": 1, "prior_precision": 100.0, "temperature": 0.1}
+    la = Laplace(model, "classification", "all", "iterncgp", mean="refined", **settings)
+    la.fit(loader)
+    la.refine(loader, epochs=0.5)
+    values = [record.objective for record in la.report_.history]
+    assert max(values) <= 0 and all(after >= before - 1e-9 * abs(before) for before, after in pairwise(values))
+    assert float(la.predictive_moments(x)[0].abs().max()) < 10

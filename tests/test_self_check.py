@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ntk_iterncgp import NonConjugateGP, kernels, likelihoods, self_check
-from ntk_iterncgp.network import one_epoch
+from ntk_iterncgp.network import cost, one_epoch
 from ntk_iterncgp.posterior import Posterior
 from ntk_iterncgp.priors import GramPrior, NTKPrior
 from ntk_iterncgp.priors.jacobian import Jacobian
@@ -457,7 +457,10 @@ class Drifting(Dataset):
 @pytest.mark.parametrize("policy", ["clusters", "curvature_residual"])
 @pytest.mark.parametrize("what", ["weights", "data"])
 @pytest.mark.filterwarnings("ignore:The self-check")
-def test_weights_or_data_that_change_while_a_fit_runs_are_noticed(what: str, policy: str) -> None:
+def test_weights_or_data_that_change_while_a_fit_runs_are_noticed(
+    what: str, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cost, "KEEP_BYTES", 0)  # what is kept in memory is not read again
     net = deepcopy(cluster_net())
     la = net.laplace(num_actions=6, policy=policy)
 

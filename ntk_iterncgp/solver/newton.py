@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ntk_iterncgp.columns import Buffer, Columns, DenseColumns, KroneckerColumns
+from ntk_iterncgp.solver.factor import rounding_noise
 from ntk_iterncgp.solver.inner import inner_loop
 from ntk_iterncgp.solver.policies import Policy, RandomSubspace
 from ntk_iterncgp.solver.position import Position
@@ -145,13 +146,15 @@ def ascend(state: State) -> Iterate:
     if moved or _is_close(state.solution, state.iterate, rounding):
         return iterate
     images = state.problem.prior.lift(state.buffer.images)
+    unsure = rounding_noise(state.gram, state.gram, state.buffer.images.dtype)
     for _ in range(MAX_PRIMAL_STEPS):
         latent = state.problem.latent(iterate.offset)
         slope = images.inner((state.problem.score(latent) - iterate.representer_weights)[:, None])
         if state.problem.anchor is not None:
             slope -= iterate.anchor_share * state.buffer.actions.inner(state.problem.anchor.offset[:, None])
         hessian = state.gram + state.problem.curvature_inner(latent, images)
-        hessian.diagonal().add_(1e-14 * float(hessian.diagonal().mean()))
+        # Where two data are the same, SᵀKS is singular, and what rounding has made of it need not be positive.
+        hessian.diagonal().add_(unsure + 1e-14 * float(hessian.diagonal().mean()))
         direction = torch.linalg.solve(hessian, slope)
         target = Iterate(
             iterate.coefficients + direction[:, 0],

@@ -59,7 +59,7 @@ class Iterate:
         if anchor is not None and self.anchor_share:
             penalty += self.anchor_share * float(self.representer_weights @ anchor.offset)
             penalty += self.anchor_share**2 * anchor.penalty
-        return penalty
+        return max(0.0, penalty)  # no rounding shall pay for a step to nowhere
 
 
 @dataclass(frozen=True, eq=False)
