@@ -6,7 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import hyperparameters, kernels, ntk, one_epoch, peers, scaling, soak, solver, when_it_helps
+from benchmarks import (
+    hyperparameters,
+    kernels,
+    kill_and_resume,
+    ntk,
+    one_epoch,
+    peers,
+    scaling,
+    soak,
+    solver,
+    when_it_helps,
+)
 from ntk_iterncgp import memory
 from ntk_iterncgp.kernels import fused
 from tests.parallel_work import in_processes
@@ -204,3 +215,13 @@ def test_the_soak_reads_memory_after_each_round_and_judges_its_slope(
     assert soak.Outcome(**outcome, slope=slope).verdict == "MISSED"
     assert soak.Outcome(**outcome, slope=0.1).verdict == "ok"
     assert soak.Outcome(**{**outcome, "rounds": 3}, slope=9.0).verdict == "too short to judge"
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_soak_fails_where_a_killed_run_ends_with_other_bits(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kill_and_resume, "main", lambda arguments: code)
+    if code == 0:
+        assert soak.kill_and_resume(3) == "3 of each program"
+        return
+    with pytest.raises(AssertionError, match="but did not"):
+        soak.kill_and_resume(3)
