@@ -193,11 +193,11 @@ class ConditionedPosterior:
 
     def covariance(self, rows: Rows, *, joint: bool = False) -> Tensor:  # (b, C, C), or (b·C, b·C)
         """J(x) Σ_θ J(x)ᵀ, in float64."""
-        cross = rows.times(self.scaled_images)  # (b, C, B)
+        cross, prior = rows.products(self.scaled_images, self.variance, joint=joint)  # (b, C, B), as the result
         half = self.factor.half_solve(cross.flatten(0, 1).T).T  # (b·C, B)
         if not joint:
             half = half.unflatten(0, cross.shape[:2])
-        return rows.covariance(self.variance, joint=joint) - half @ half.mT
+        return prior - half @ half.mT
 
     def contributions(self, rows: Rows) -> Tensor:  # (b, B)
         """What each action takes from the variance at each input: z_b (M⁻¹z)_b, summed over outputs."""

@@ -353,7 +353,7 @@ def test_a_budget_too_small_for_one_row_is_refused_by_the_sizes(question: str) -
     else:
         la.settings = type(la.settings)(**{**vars(la.settings), "chunk_bytes": 100})
     message = (
-        r"chunk_bytes is expected to hold.*3 outputs × 31 weights, which take 2,232 bytes, but it is 100 bytes\. "
+        r"chunk_bytes is expected to hold.*3 outputs × 31 weights, which take 1,488 bytes, but it is 100 bytes\. "
         r"Raise chunk_bytes"
     )
     with pytest.raises(ValueError, match=message):
@@ -363,7 +363,7 @@ def test_a_budget_too_small_for_one_row_is_refused_by_the_sizes(question: str) -
             la(MLP.new_inputs())
 
 
-@pytest.mark.parametrize(("subset", "row"), [("all", 3 * 3 * 31 * 8), ("last_layer", 8 * (2 * 9 + 2 * 4))])
+@pytest.mark.parametrize(("subset", "row"), [("all", 2 * 3 * 31 * 8), ("last_layer", 8 * (2 * 9 + 2 * 4))])
 @pytest.mark.parametrize("mean_mode", ["network", "refined"])
 def test_predictions_do_not_depend_on_the_memory_they_are_given(subset: str, row: int, mean_mode: str) -> None:
     x = torch.cat([near_and_far(MLP), MLP.new_inputs()])
@@ -379,7 +379,7 @@ def test_predictions_do_not_depend_on_the_memory_they_are_given(subset: str, row
 
 
 def test_a_joint_prediction_that_does_not_fit_is_refused() -> None:
-    la = fitted(MLP, num_actions=4, chunk_bytes=2 * 3 * 3 * 31 * 8)
+    la = fitted(MLP, num_actions=4, chunk_bytes=2 * 2 * 3 * 31 * 8)
     with pytest.raises(ValueError, match=r"A joint prediction is expected to fit in chunk_bytes at once.*2 parts"):
         la.predictive_moments(MLP.new_inputs(), joint=True)
 

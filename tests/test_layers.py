@@ -36,11 +36,53 @@ class Residual(nn.Module):
         return self.head(torch.relu_(h).flatten(1))
 
 
+class Normed(nn.Module):
+    """Batch norms behind a convolution with a bias, behind one whose output is also used otherwise, behind no layer,
+    without weights, and in one dimension; rectangular kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.first, self.norm = nn.BatchNorm2d(2), nn.Conv2d(2, 3, (3, 2), bias=True), nn.BatchNorm2d(3)
+        self.second = nn.Conv2d(3, 4, (1, 3), stride=(2, 1), padding=(0, 2), dilation=(1, 2))
+        self.also, self.plain = nn.BatchNorm2d(4), nn.BatchNorm2d(4, affine=False)
+        self.mix, self.last, self.head = nn.Conv2d(4, 4, 1), nn.BatchNorm1d(4), nn.Linear(4, 3)
+        nn.init.zeros_(self.norm.weight[:1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.norm(self.first(self.before(x))))
+        z = self.second(h)
+        h = torch.relu_(self.also(z)) + torch.sin(z) + self.plain(self.mix(z))
+        return self.head(torch.relu_(self.last(h.flatten(2))).mean(2))
+
+
+class Overwritten(Tokens):
+    """What comes out of layers is overwritten."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(torch.relu_(self.norm(torch.relu_(self.inner(x)))).mean(1))
+
+
+class Unused(nn.Module):
+    """A layer that is called, and whose output is dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer, self.auxiliary = nn.Linear(4, 5), nn.Linear(5, 2), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.inner(x))
+        self.auxiliary(h)
+        return self.outer(h)
+
+
 PLAIN: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (lambda: nn.Sequential(nn.Linear(4, 5), nn.ReLU(inplace=True), nn.Linear(5, 3, bias=False)), (4,)),
     "batch norm": (lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)), (4,)),
     "tokens": (Tokens, (6, 4)),
     "residual": (Residual, (2, 6, 6)),
+    "normed": (Normed, (2, 7, 5)),
+    "overwritten": (Overwritten, (6, 4)),
+    "unused": (Unused, (4,)),
     "one output": (lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)), (4,)),
 }
 
@@ -66,6 +108,13 @@ class Skipped(TwoCalls):
         return self.outer(x)
 
 
+class Constant(TwoCalls):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            h = self.inner(x)
+        return self.outer(torch.tanh(h))
+
+
 class Wide(nn.Module):
     """Activations that are many times the weights."""
 
@@ -81,6 +130,7 @@ OTHER: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "called twice": (TwoCalls, (4,)),
     "behind the back": (BehindTheBack, (4,)),
     "skipped": (Skipped, (4,)),
+    "constant": (Constant, (4,)),
     "wide": (Wide, (1, 20, 20)),
     "grouped": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3, groups=2), nn.Flatten(), nn.Linear(64, 2)), (2, 6, 6)),
     "another kind": (lambda: nn.Sequential(nn.Conv1d(2, 3, 3), nn.Flatten(), nn.Linear(12, 2)), (2, 6)),
@@ -118,10 +168,13 @@ def test_plain_layers_give_the_rows_that_torch_func_gives(case: str) -> None:
     torch.testing.assert_close(rows.jacobian, expected.jacobian)
     weights, variance = torch.randn(P, 4, dtype=torch.float64), torch.rand(P, dtype=torch.float64) + 0.1
     layerwise = torch.repeat_interleave(torch.rand(len(jacobian.sizes)).double(), torch.tensor(jacobian.sizes))
-    torch.testing.assert_close(rows.times(weights), expected.times(weights))
+    for some in (weights[:, :1], weights, weights.repeat(1, 20)):  # few columns go through a layer, many meet its rows
+        torch.testing.assert_close(rows.times(some), expected.times(some))
     for each in (variance, layerwise, torch.ones(P, dtype=torch.float64)):
         torch.testing.assert_close(rows.covariance(each), expected.covariance(each))
-        torch.testing.assert_close(rows.covariance(each, joint=True), expected.covariance(each, joint=True))
+        for joint in (False, True):
+            both = expected.times(weights), expected.covariance(each, joint=joint)
+            torch.testing.assert_close(rows.products(weights, each, joint=joint), both)
     sizes = tuple(jacobian.sizes)
     for found, truth in zip(rows.by_layer(weights, sizes), expected.by_layer(weights, sizes), strict=True):
         torch.testing.assert_close(found, truth)
@@ -143,13 +196,26 @@ def test_other_models_are_left_to_torch_func(case: str) -> None:
     torch.testing.assert_close(rows.jacobian, expected.jacobian)
 
 
-def test_a_subset_of_the_weights_has_the_rows_of_that_subset() -> None:
-    model, x = prepared(*PLAIN["residual"])
-    model.first.weight.requires_grad_(False)
+@pytest.mark.parametrize("frozen", ["first.weight", "first", "norm", "norm.weight", "norm.bias", "before", "head"])
+def test_a_subset_of_the_weights_has_the_rows_of_that_subset(frozen: str) -> None:
+    model, x = prepared(*PLAIN["normed"])
+    for name, value in model.named_parameters():
+        value.requires_grad_(not name.startswith(frozen))
     expected = by_func(model, x)
     with torch.no_grad():
         rows = Jacobian(model).rows(x, len(x))
     assert isinstance(rows, LayerRows)
+    torch.testing.assert_close(rows.jacobian, expected.jacobian)
+
+
+def test_what_a_hook_makes_of_a_batch_norm_is_kept() -> None:
+    model, x = prepared(lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), (4,))
+    model[1].register_forward_hook(lambda layer, inputs, output: output + 1)
+    expected = by_func(model, x)
+    with torch.no_grad():
+        rows = Jacobian(model).rows(x, len(x))
+    assert isinstance(rows, LayerRows)
+    torch.testing.assert_close(rows.outputs, expected.outputs)
     torch.testing.assert_close(rows.jacobian, expected.jacobian)
 
 

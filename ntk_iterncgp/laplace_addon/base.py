@@ -114,7 +114,8 @@ class IterNCGPLaplace(FittedNetwork):
                 rows = self._all_rows_at(x)
                 mean, covariance = self._mean_of(rows, posterior).flatten(), posterior.covariance(rows, joint=True)
             else:
-                parts = [(self._mean_of(rows, posterior), posterior.covariance(rows)) for rows in self._rows_at(x)]
+                # By `map`, no name holds the rows of one part while those of the next are computed.
+                parts = map(lambda rows: (self._mean_of(rows, posterior), posterior.covariance(rows)), self._rows_at(x))
                 mean, covariance = map(torch.cat, zip(*parts, strict=True))
         return mean.to(self._dtype), covariance.to(self._dtype)
 

@@ -92,7 +92,10 @@ def estimate_cost(network: LinearisedNetwork, settings: NetworkSettings, *, time
         with torch.no_grad():
             kept = jacobian.rows(part, num_rows)
             seconds = _seconds(lambda: jacobian.rows(part, num_rows))
-            seconds += _seconds(lambda: kept.times(random)) * actions / columns
+            unit = torch.ones((), device=jacobian.device).expand(jacobian.num_params)
+            alone = _seconds(lambda: kept.products(random[:, :0], unit))
+            both = _seconds(lambda: kept.products(random, unit))
+            seconds += alone + max(0.0, both - alone) * actions / columns  # rows may be written out for all columns
         predict_seconds = 1000 * seconds / num_rows
     return Cost(
         num_data,

@@ -171,10 +171,10 @@ def _some_groups(done: Pass, max_data: int, generator: torch.Generator) -> Tenso
 def _check_adjoint(network: LinearisedNetwork, x: Inputs, found: Findings) -> None:
     """Reverse mode summed over a batch, as in sweeps, against rows of J, as in predictions."""
     jacobian, generator = network.jacobian, torch.Generator().manual_seed(1)
-    rows = rows_at(network, x)
-    v = torch.randn(rows.outputs.shape, generator=generator).to(rows.outputs)
-    t = torch.randn(jacobian.num_params, generator=generator).to(rows.outputs)
     with torch.no_grad():
+        rows = rows_at(network, x)
+        v = torch.randn(rows.outputs.shape, generator=generator).to(rows.outputs)
+        t = torch.randn(jacobian.num_params, generator=generator).to(rows.outputs)
         left = float(jacobian.vjp(x, v[..., None])[:, 0].double() @ t.double())
         right = float((v.double() * rows.times(t[:, None])[..., 0]).sum())
         unit = torch.ones(jacobian.num_params, dtype=torch.float64, device=v.device)

@@ -1,12 +1,9 @@
 """Rows of the Jacobian layer by layer, for networks whose weights all sit in plain layers.
 
-The derivative of output c with respect to the weights of a layer is a contraction of what went into the layer with the
-derivative of output c by what came out of it. Vectorised autograd repeats the first for each output, and on a CPU its
-per-datum convolutions are slow. Here one forward pass keeps the inputs, C backward passes stop at the layers' outputs,
-and matrix products do the rest: about half the time on a ResNet-20.
-
-A linear layer that each datum passes once is not even written out: its rows are the outer products g ⊗ u, and a
-product with them needs u first, which all outputs share.
+Vectorised autograd repeats for each output what all of them share, and on a CPU its per-datum convolutions are slow.
+Here one forward pass keeps what went into the layers, C backward passes stop at what came out of them, and matrix
+products do the rest (`blocks.py`), one layer at a time: J as a whole is nowhere, since on a CPU fresh memory for it
+costs half as much as computing it. Two thirds of the time on a ResNet-20, with all products that a prediction needs.
 
 Layers of another kind, weights used twice, or activations larger than the weights: `layer_rows` says None, and
 the rows come from `torch.func`. Weights used behind a layer's back are found by `agrees_with`.
@@ -17,88 +14,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
-from ntk_iterncgp.priors.rows import DenseRows, Rows, diagonal, written_out
+from ntk_iterncgp.priors.blocks import Block, Contraction, Outer, WrittenOut, patches
+from ntk_iterncgp.priors.rows import DenseRows, Rows, written_out
 
+APPLIED = (nn.Linear, nn.Conv2d)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-
-
-class Block(ABC):
-    """The rows of one parameter tensor: J (b, C, P_l), written out or not."""
-
-    @property
-    @abstractmethod
-    def matrix(self) -> Tensor:  # (b, C, P_l)
-        """The rows, written out."""
-
-    @abstractmethod
-    def times(self, weights: Tensor) -> Tensor:  # (P_l, k) -> (b, C, k)
-        """J V."""
-
-    @abstractmethod
-    def pull_back(self, cotangent: Tensor) -> Tensor:  # (b, C) -> (P_l,)
-        """Jᵀc."""
-
-    @abstractmethod
-    def gram(self) -> Tensor:  # (b, C, C)
-        """J Jᵀ of each datum."""
-
-    @abstractmethod
-    def curvature_diagonal(self, weight: Tensor) -> Tensor:  # (b, C, C) -> (P_l,)
-        """The diagonal of Σ_n J_nᵀ W_n J_n."""
-
-
-class WrittenOut(Block):
-    def __init__(self, matrix: Tensor) -> None:
-        self._matrix = matrix
-
-    @property
-    def matrix(self) -> Tensor:
-        return self._matrix
-
-    def times(self, weights: Tensor) -> Tensor:
-        return self._matrix @ weights
-
-    def pull_back(self, cotangent: Tensor) -> Tensor:
-        return cotangent.flatten() @ self._matrix.flatten(0, 1)
-
-    def gram(self) -> Tensor:
-        return self._matrix @ self._matrix.mT
-
-    def curvature_diagonal(self, weight: Tensor) -> Tensor:
-        return diagonal(self._matrix, weight)
-
-
-class Outer(Block):
-    """g ⊗ u: the weight matrix of a linear layer that each datum passes once."""
-
-    def __init__(self, cotangents: Tensor, inputs: Tensor) -> None:
-        self.cotangents, self.inputs = cotangents, inputs  # g (b, C, O), u (b, K)
-
-    @property
-    def matrix(self) -> Tensor:
-        return torch.einsum("bco,bk->bcok", self.cotangents, self.inputs).flatten(2)
-
-    def times(self, weights: Tensor) -> Tensor:
-        per_output = self.inputs @ weights.unflatten(0, (self.cotangents.shape[2], -1))  # (O, b, k)
-        return self.cotangents @ per_output.transpose(0, 1)
-
-    def pull_back(self, cotangent: Tensor) -> Tensor:
-        return (torch.einsum("bc,bco->ob", cotangent, self.cotangents) @ self.inputs).flatten()
-
-    def gram(self) -> Tensor:
-        norms = self.inputs.square().sum(1)
-        return self.cotangents @ self.cotangents.mT * norms[:, None, None]
-
-    def curvature_diagonal(self, weight: Tensor) -> Tensor:
-        pulled = ((weight @ self.cotangents) * self.cotangents).sum(1)  # (b, O)
-        return (pulled.T @ self.inputs.square()).flatten()
 
 
 class LayerRows(Rows):
@@ -113,45 +41,54 @@ class LayerRows(Rows):
         return torch.cat([block.matrix for block in self.blocks], 2)
 
     def times(self, weights: Tensor) -> Tensor:
-        parts = zip(self.blocks, weights.to(self.outputs.dtype).split(self.sizes), strict=True)
-        return sum((block.times(part) for block, part in parts), start=self._zeros(weights.shape[1])).double()
+        total = self.outputs.new_zeros(*self.outputs.shape, weights.shape[1])
+        for block, part in zip(self.blocks, self._split(weights), strict=True):
+            total += block.times(part)
+        return total.double()
 
     def covariance(self, variance: Tensor, *, joint: bool = False) -> Tensor:
-        if joint:
-            return DenseRows(self.outputs, self.jacobian).covariance(variance, joint=True)
-        total = self._zeros(self.outputs.shape[1])
-        for block, part in zip(self.blocks, variance.expand(sum(self.sizes)).split(self.sizes), strict=True):
-            if bool((part == part[0]).all()):  # one prior variance for the whole layer
-                total = total + part[0].to(total.dtype) * block.gram()
+        return self.products(torch.empty(sum(self.sizes), 0).to(self.outputs), variance, joint=joint)[1]
+
+    def products(self, weights: Tensor, variance: Tensor, *, joint: bool = False) -> tuple[Tensor, Tensor]:
+        b, C = self.outputs.shape
+        cross = self.outputs.new_zeros(b, C, weights.shape[1])
+        covariance = self.outputs.new_zeros((b * C, b * C) if joint else (b, C, C))
+        variances = variance.expand(sum(self.sizes)).split(self.sizes)
+        for block, part, each in zip(self.blocks, self._split(weights), variances, strict=True):
+            formed = block.formed()
+            cross += formed.times(part)
+            if not joint and bool((each == each[0]).all()):  # one prior variance for the whole layer
+                covariance += each[0].to(covariance.dtype) * formed.gram()
             else:
-                total = total + DenseRows(self.outputs, block.matrix).covariance(part).to(total.dtype)
-        return total.double()
+                covariance += DenseRows(self.outputs, formed.matrix).covariance(each, joint=joint)
+        return cross.double(), covariance.double()
 
     def by_layer(self, weights: Tensor, sizes: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor]]:
         if len(sizes) == 1:  # all weights as one layer
-            yield self.times(weights), self.covariance(torch.ones((), device=weights.device))
-            return
-        if list(sizes) != self.sizes:
+            yield self.products(weights, torch.ones((), device=weights.device))
+        elif list(sizes) != self.sizes:
             yield from super().by_layer(weights, sizes)
-            return
-        for block, part in zip(self.blocks, weights.to(self.outputs.dtype).split(self.sizes), strict=True):
-            yield block.times(part).double(), block.gram().double()
+        else:
+            for block, part in zip(self.blocks, self._split(weights), strict=True):
+                formed = block.formed()
+                yield formed.times(part).double(), formed.gram().double()
 
     def curvature_diagonal(self, curvature: Callable[[Tensor], Tensor]) -> Tensor:
         weight = written_out(curvature, self.outputs.shape, self.outputs)
         return torch.cat([block.curvature_diagonal(weight) for block in self.blocks]).double()
 
-    def agrees_with(self, pull_back: Callable[[Tensor], Tensor]) -> bool:
-        """Whether these are the rows of the J whose products JᵀV, (b, C) -> (P,), are given, by a random one."""
+    def agrees_with(self, pull_back: Callable[[Tensor], Tensor], num_rows: int) -> bool:
+        """Whether these are the rows of the J whose products Jᵀc, (num_rows, C) -> (P,), are given, by a random one."""
         generator = torch.Generator().manual_seed(0)
         cotangent = torch.randn(self.outputs.shape, generator=generator).to(self.outputs)
-        expected = pull_back(cotangent)
+        cotangent[num_rows:] = 0
+        expected = pull_back(cotangent[:num_rows])
         found = torch.cat([block.pull_back(cotangent) for block in self.blocks])
         tolerance = torch.finfo(found.dtype).eps ** 0.5
         return bool((found - expected).norm() <= tolerance * expected.norm())
 
-    def _zeros(self, k: int) -> Tensor:
-        return self.outputs.new_zeros(*self.outputs.shape, k)
+    def _split(self, weights: Tensor) -> tuple[Tensor, ...]:
+        return weights.to(self.outputs.dtype).split(self.sizes)
 
 
 def layers_of(model: nn.Module, chosen: Mapping[str, Tensor]) -> dict[str, tuple[str, str]] | None:
@@ -175,78 +112,125 @@ def _is_plain(layer: nn.Module | None, place: str) -> bool:
     return type(layer) in (nn.Linear, nn.LayerNorm)
 
 
+class Call(NamedTuple):
+    """A layer in the forward pass."""
+
+    inputs: Tensor
+    shape: torch.Size  # of what came out
+    edge: GradientEdge  # where the derivative by that is to be had, also if it is overwritten later
+
+
 def layer_rows(
     model: nn.Module,
     forward: Callable[[], Tensor],
     places: Mapping[str, tuple[str, str]],
     sizes: list[int],
 ) -> LayerRows | None:
-    """The rows at the inputs that `forward` puts through the model, or None where they cannot be had this way."""
+    """The rows at the inputs that `forward` puts through the model, or None where they cannot be had this way.
+
+    `forward` is to give the model weights that require gradients.
+    """
     modules = dict(model.named_modules())
     layers = {owner: modules[owner] for owner, _ in places.values()}
-    seen: dict[str, tuple[Tensor, Tensor]] = {}  # by layer: its inputs, and zeros that were added to its outputs
-    calls: list[str] = []
+    calls: list[tuple[str, Call]] = []
 
-    def watch(owner: str) -> Callable[..., Tensor]:
-        def hook(layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-            calls.append(owner)
-            seen[owner] = inputs[0].detach(), torch.zeros_like(output, requires_grad=True)
-            return (
-                output + seen[owner][1]
-            )  # the derivative by these zeros is that by the output, also if it is overwritten
-
-        return hook
+    def watch(owner: str, layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        if isinstance(layer, BATCH_NORMS) and not layer.training and len(layer._forward_hooks) == 1:  # this one
+            output = _affine(layer, inputs[0])
+        if output.requires_grad:  # else the model holds this layer for constant
+            calls.append((owner, Call(inputs[0].detach(), output.shape, get_gradient_edge(output))))
+        return output
 
     with ExitStack() as stack:
         for owner, layer in layers.items():
-            stack.callback(layer.register_forward_hook(watch(owner)).remove)
+            stack.callback(layer.register_forward_hook(partial(watch, owner)).remove)
         with torch.enable_grad():
             outputs = forward()
-    b, C = outputs.shape
-    sizes_seen = [zeros.numel() for _, zeros in seen.values()]
-    once = sorted(calls) == sorted(layers) and all(len(x) == len(z) == b for x, z in seen.values())
-    if not once or sum(sizes_seen) > 2 * b * sum(sizes):  # more memory than the rows themselves are granted
+    (b, C), seen = outputs.shape, dict(calls)
+    if len(calls) != len(layers) or len(seen) != len(layers):
+        return None  # called twice, never, or as a constant
+    if any(len(call.inputs) != b or call.shape[0] != b for call in seen.values()):
         return None
-    zeros = [zeros for _, zeros in seen.values()]
+    activations = sum(call.shape.numel() for owner, call in seen.items() if isinstance(layers[owner], APPLIED))
+    if activations > 2 * b * sum(sizes):  # more memory than the rows themselves are granted
+        return None
+    kept = {owner: _kept(layers[owner], call, C) for owner, call in seen.items()}
     eye = torch.eye(C, dtype=outputs.dtype, device=outputs.device)
-    pulled = [
-        torch.autograd.grad(outputs, zeros, eye[c].expand(b, C), retain_graph=c + 1 < C, materialize_grads=True)
-        for c in range(C)  # each stops at the outputs of layers; all at once by vmap takes longer
-    ]
-    cotangents = dict(zip(seen, (torch.stack(each, 1) for each in zip(*pulled, strict=True)), strict=True))
-    outputs = outputs.detach()
-    del pulled, zeros
-    blocks = [_block(layers[owner], place, seen[owner][0], cotangents[owner]) for owner, place in places.values()]
-    return LayerRows(outputs, blocks, sizes)
+    edges = [call.edge for call in seen.values()]
+    for c in range(C):  # each stops at the outputs of layers; all at once by vmap takes longer
+        gradients = torch.autograd.grad(outputs, edges, eye[c].expand(b, C), retain_graph=c + 1 < C, allow_unused=True)
+        for owner, gradient in zip(seen, gradients, strict=True):
+            kept[owner].take(c, outputs.new_zeros(seen[owner].shape) if gradient is None else gradient)
+    return LayerRows(outputs.detach(), [kept[owner].block(place) for owner, place in places.values()], sizes)
 
 
-def _block(layer: nn.Module, place: str, inputs: Tensor, cotangents: Tensor) -> Block:  # (b, …), (b, C, …)
-    b, C = cotangents.shape[:2]
-    if isinstance(layer, nn.Linear):
-        if cotangents.ndim == 3:
-            return Outer(cotangents, inputs) if place == "weight" else WrittenOut(cotangents)
-        g = cotangents.flatten(2, -2).transpose(2, 3)  # (b, C, O, T)
+def _affine(layer: nn.Module, x: Tensor) -> Tensor:
+    """Batch normalisation by known moments, as a product and a sum: its own derivative takes three times as long."""
+    scale = layer.weight * (layer.running_var + layer.eps).rsqrt()  # type: ignore[operator]
+    shift = layer.bias - layer.running_mean * scale  # type: ignore[operator]
+    channels = (-1,) + (1,) * (x.ndim - 2)
+    return x * scale.view(channels) + shift.view(channels)
+
+
+class Kept(ABC):
+    """What is kept of the derivatives by what came out of a layer, one network output after the other."""
+
+    @abstractmethod
+    def take(self, c: int, gradient: Tensor) -> None:  # as the layer's output
+        """The derivative of output c."""
+
+    @abstractmethod
+    def block(self, place: str) -> Block:
+        """The rows of the layer's weight or bias."""
+
+
+class Places(Kept):
+    """All of it, for a layer that is applied at T places."""
+
+    def __init__(self, layer: nn.Module, call: Call, num_outputs: int) -> None:
+        self.layer, self.inputs = layer, call.inputs
+        is_linear = isinstance(layer, nn.Linear)
+        b, channels = call.shape[0], call.shape[-1 if is_linear else 1]
+        places = call.shape[1:].numel() // channels
+        self.cotangents = call.inputs.new_empty(b, num_outputs, channels, places)  # (b, C, O, T)
+        as_output = self.cotangents.mT if is_linear else self.cotangents
+        self.slots = as_output.view(b, num_outputs, *call.shape[1:]).unbind(1)
+
+    def take(self, c: int, gradient: Tensor) -> None:
+        self.slots[c].copy_(gradient)
+
+    def block(self, place: str) -> Block:
         if place == "bias":
-            return WrittenOut(g.sum(3))
-        rows = g.flatten(1, 2) @ inputs.flatten(1, -2)  # over the T places where the layer is applied
-        return WrittenOut(rows.reshape(b, C, -1))
-    if isinstance(layer, nn.Conv2d):
-        g = cotangents.flatten(3)  # (b, C, O, T)
-        if place == "bias":
-            return WrittenOut(g.sum(3))
-        settings = layer.kernel_size, layer.dilation, layer.padding, layer.stride
-        patches = F.unfold(inputs, *settings)  # type: ignore[arg-type]  # (b, K, T)
-        return WrittenOut((g.flatten(1, 2) @ patches.mT).reshape(b, C, -1))
-    if isinstance(layer, nn.LayerNorm):
-        g = cotangents.reshape(b, C, -1, layer.weight.numel())
-        if place == "bias":
-            return WrittenOut(g.sum(2))
-        standard = F.layer_norm(inputs, layer.normalized_shape, eps=layer.eps).reshape(b, 1, -1, layer.weight.numel())
-        return WrittenOut((g * standard).sum(2))
-    assert isinstance(layer, BATCH_NORMS)
-    g = cotangents.flatten(3) if cotangents.ndim > 3 else cotangents[..., None]  # (b, C, O, T)
-    if place == "bias":
-        return WrittenOut(g.sum(3))
-    standard = F.batch_norm(inputs, layer.running_mean, layer.running_var, eps=layer.eps)
-    standard = standard.reshape(b, 1, g.shape[2], -1)
-    return WrittenOut((g * standard).sum(3))
+            return WrittenOut(self.cotangents.sum(3))
+        if isinstance(self.layer, nn.Conv2d):
+            return Contraction(self.cotangents, partial(patches, self.layer, self.inputs))
+        if self.inputs.ndim == 2:
+            return Outer(self.cotangents[..., 0], self.inputs)
+        return Contraction(self.cotangents, lambda: self.inputs.flatten(1, -2).mT)
+
+
+class Sums(Kept):
+    """Sums over places, for a normalisation: Σ_t g s for its weight, with s standardised, and Σ_t g for its bias."""
+
+    def __init__(self, layer: nn.Module, call: Call, num_outputs: int) -> None:
+        b = call.shape[0]
+        if isinstance(layer, nn.LayerNorm):
+            standard = F.layer_norm(call.inputs, layer.normalized_shape, eps=layer.eps)
+            self.standard, self.over = standard.reshape(b, -1, layer.weight.numel()), 1
+        else:
+            standard = F.batch_norm(call.inputs, layer.running_mean, layer.running_var, eps=layer.eps)  # type: ignore[arg-type]
+            self.standard, self.over = standard.reshape(b, call.shape[1], -1), 2
+        self.sums = standard.new_empty(2, b, num_outputs, self.standard.shape[3 - self.over])  # of g s, of g
+        self.slots = self.sums.unbind(2)
+
+    def take(self, c: int, gradient: Tensor) -> None:
+        gradient = gradient.reshape(self.standard.shape)
+        torch.sum(gradient * self.standard, self.over, out=self.slots[c][0])
+        torch.sum(gradient, self.over, out=self.slots[c][1])
+
+    def block(self, place: str) -> Block:
+        return WrittenOut(self.sums[0 if place == "weight" else 1])
+
+
+def _kept(layer: nn.Module, call: Call, num_outputs: int) -> Kept:
+    return (Places if isinstance(layer, APPLIED) else Sums)(layer, call, num_outputs)

@@ -24,6 +24,10 @@ class Rows(ABC):
     def covariance(self, variance: Tensor, *, joint: bool = False) -> Tensor:  # (P,)
         """J(x) diag(variance) J(x)ᵀ in float64: (b, C, C), or (b·C, b·C) if joint."""
 
+    def products(self, weights: Tensor, variance: Tensor, *, joint: bool = False) -> tuple[Tensor, Tensor]:
+        """`times` and `covariance` together: rows that are not kept are then computed once."""
+        return self.times(weights), self.covariance(variance, joint=joint)
+
     def by_layer(self, weights: Tensor, sizes: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor]]:
         """For each parameter tensor: J_l V_l (b, C, k) and J_l J_lᵀ (b, C, C). Here from all rows, with zeros."""
         start = 0
