@@ -18,6 +18,7 @@ from ntk_iterncgp import Checkpoint, cli, files, kernels, likelihoods
 from ntk_iterncgp import checkpoint as module
 from ntk_iterncgp.checkpoint import Call, CheckpointMismatch
 from ntk_iterncgp.files import FileError, load_posterior
+from ntk_iterncgp.network import cost
 from tests.checkpoint_helpers import (
     RUNS,
     Killed,
@@ -117,7 +118,10 @@ def test_an_error_in_the_block_keeps_what_was_saved(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:The run was interrupted")
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_fit_stopped_by_ctrl_c_goes_on_when_it_is_called_again(streamed: bool, tmp_path: Path) -> None:
+def test_a_fit_stopped_by_ctrl_c_goes_on_when_it_is_called_again(
+    streamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cost, "KEEP_BYTES", 0)  # so that the sweep reads again, and can be stopped by what is read
     net, reads = small_net(), [0]
 
     class Watched(TensorDataset):

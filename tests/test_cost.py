@@ -1,5 +1,6 @@
 """What a fit will take, told before it starts, and refused where it cannot be had."""
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -7,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ntk_iterncgp.network import cost as cost_module
+from ntk_iterncgp.network.cost import activation_bytes
+from ntk_iterncgp.priors.jacobian import Jacobian
 from tests.clusters_helpers import joint_variance, make_net
 from tests.network_cases import untouched
 
@@ -126,3 +130,17 @@ def test_a_fit_that_cannot_fit_is_refused_with_the_table_and_leaves_what_was_the
     monkeypatch.setattr(cost_module, "available_bytes", lambda device: None)
     fresh.fit(net.loader())  # where nobody knows, it is tried
     assert "unknown" in str(fresh.estimate_cost(net.loader()))
+
+
+def test_counting_activations_leaves_none_of_them_behind() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3), nn.Sigmoid())  # each saves its own output
+
+    def alive() -> int:
+        gc.collect()
+        return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+
+    jacobian, x = Jacobian(model), torch.randn(5, 4)
+    expected = activation_bytes(jacobian, x)
+    before = alive()
+    assert [activation_bytes(jacobian, x) for _ in range(3)] == [expected] * 3
+    assert expected >= 4 * 5 * (6 + 3) and alive() == before

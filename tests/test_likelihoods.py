@@ -244,6 +244,16 @@ def test_at_decided_points_curvature_and_noise_stay_inverse_to_each_other(name: 
     assert likelihood.curvature(f, identity(name)).abs().max() < floor  # it adds nothing that can be seen
 
 
+def test_the_curvature_of_a_decided_point_keeps_its_relative_accuracy() -> None:
+    latent = torch.tensor([[40.0, 0.0, -3.0, 5.0], [0.0, 34.0, 1.0, 33.0]], dtype=torch.float64)
+    p = latent.softmax(1)
+    others = torch.stack([p[:, [d for d in range(4) if d != c]].sum(1) for c in range(4)], 1)  # 1 − p, not rounded
+    expected = -p[:, :, None] * p[:, None, :]
+    expected.diagonal(dim1=1, dim2=2).copy_(p * others)
+    found = Softmax(4).for_prior_variance(1e20).curvature(latent, torch.eye(4, dtype=torch.float64).expand(2, 4, 4))
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=0.0)
+
+
 def test_the_score_of_a_decided_point_keeps_its_relative_accuracy() -> None:
     expected = math.exp(-50.0)
     y = torch.tensor([1.0], dtype=torch.float64)

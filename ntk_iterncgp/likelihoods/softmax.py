@@ -51,6 +51,9 @@ class Softmax(Likelihood):
 
     def curvature(self, latent: Tensor, block: Tensor) -> Tensor:
         probabilities = self._probabilities(latent)[..., None]
+        # W does not see what is added to all classes. Measured from the likeliest one nothing cancels: π(1 − π) of a
+        # decided datum would be a difference of ones.
+        block = block - block.gather(1, probabilities.argmax(1, keepdim=True).expand(-1, -1, block.shape[2]))
         weighted = probabilities * block
         return weighted - probabilities * weighted.sum(1, keepdim=True)
 

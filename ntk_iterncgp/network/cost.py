@@ -154,21 +154,21 @@ def activation_bytes(jacobian: NetworkJacobian, x: Inputs) -> int:
     leaves = {name: value.detach().requires_grad_() for name, value in jacobian.params.items()}
     inputs = x.values() if hasattr(x, "values") and not isinstance(x, Tensor) else [x]
     known = {t.untyped_storage().data_ptr() for t in (*leaves.values(), *inputs) if isinstance(t, Tensor)}
-    kept: dict[int, int] = {}
+    kept: dict[int, Tensor] = {}  # alive until all are counted: no address is used twice
 
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+    def pack(tensor: Tensor) -> None:
+        """The graph gets nothing: a layer that saves its own output would hold itself alive for ever."""
+        address = tensor.untyped_storage().data_ptr()
+        if address not in known:
+            kept[address] = tensor.detach()
 
-    def unpack(tensor: Any) -> Any:
-        return tensor
+    def unpack(nothing: Any) -> Any:
+        raise AssertionError("No backward pass is expected where only memory is counted.")
 
     with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
         outputs = jacobian.forward(x, leaves)
     del outputs
-    return sum(kept.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
 def _seconds(work: Callable[[], object]) -> float:
