@@ -105,10 +105,6 @@ def _ood_columns(name: str) -> list[Column]:
         by_doubt = r.ood[name].by_doubt
         return "–" if by_doubt is None else f"{by_doubt.auroc:.3f}"
 
-    def margin(r: Result) -> str:
-        by_margin = r.ood[name].by_margin
-        return "–" if by_margin is None else f"{by_margin.auroc:.3f}"
-
     passing = f"The share of {name} that passes where 95 % of the test inputs do; lower is better."
     return [
         Column(
@@ -118,12 +114,6 @@ def _ood_columns(name: str) -> list[Column]:
             max,
         ),
         Column(f"{name}: epistemic", doubt, "The same by the doubt that more data would remove."),
-        Column(
-            f"{name}: margin",
-            margin,
-            "The same by the variance of the difference between the two largest outputs, at the prior precision that "
-            "the evidence prefers, the same for all methods.",
-        ),
         Column(f"{name}: AUPR", by_entropy("aupr"), "Average precision of entropy."),
         Column(f"{name}: FPR95", by_entropy("fpr95"), passing),
     ]
