@@ -50,6 +50,12 @@ def seconds(work: Callable[[], object], repeats: int = 1) -> float:
     return least
 
 
+def in_turns(*works: Callable[[], object], repeats: int = 3) -> list[float]:
+    """The least seconds of each: what disturbs the machine disturbs all of them."""
+    times = [[seconds(work) for work in works] for _ in range(repeats)]
+    return [min(column) for column in zip(*times, strict=True)]
+
+
 def epoch(model: nn.Module, loader: DataLoader) -> None:
     for x, y in loader:
         nn.functional.cross_entropy(model(x), y).backward()
@@ -82,9 +88,9 @@ def fit_cost(
 ) -> Any:
     loader = loader_of(images, labels)
     epoch(model, loader_of(images[:BATCH], labels[:BATCH]))
-    unit = min(seconds(lambda: epoch(model, loader)), seconds(lambda: epoch(model, loader)))
     fits: list[Any] = []
-    ratio = seconds(lambda: fits.append(fitted(model, loader, groups)), 2) / unit
+    unit, spent = in_turns(lambda: epoch(model, loader), lambda: fits.append(fitted(model, loader, groups)))
+    ratio = spent / unit
     figures[f"fit {name}"], figures[f"epoch {name}"] = ratio, unit
     show(f"fit, {name}, {len(images):,} data, B = {groups}", ratio, TARGETS["fit"], "epochs")
     return fits[-1]
@@ -100,7 +106,7 @@ def growth(model: nn.Module, images: Tensor, labels: Tensor, sizes: list[int], f
             None,
             f"(linear: {size / sizes[0]:g})",
         )
-    few, many = (seconds(lambda b=b: fitted(model, loader_of(images, labels), b)) for b in (50, 500))
+    few, many = in_turns(*(lambda b=b: fitted(model, loader_of(images, labels), b) for b in (50, 500)))
     figures["groups"] = many / few
     show("time with 500 groups, over that with 50", many / few, TARGETS["groups"], "")
 
