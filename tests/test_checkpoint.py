@@ -147,6 +147,7 @@ def test_seconds_that_were_spent_before_a_crash_count(
 ) -> None:
     """On a clock that ticks whenever a datum is read, a run in two parts stops where a run in one does."""
     clock, net = [0.0], small_net()
+    monkeypatch.setattr(cost, "KEEP_BYTES", 0)  # every sweep reads
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
 
     class Ticking(TensorDataset):
