@@ -27,7 +27,7 @@ from ntk_iterncgp.runs.predictor import KernelPredictor
 SMALL = [
     "data.train_limit=300",
     "data.test_limit=120",
-    "data.ood=[rotated]",
+    "data.ood=[rotated, noise]",  # two kinds, as in the demo: the widest table
     "data.ood_limit=40",
     "model.train_epochs=6",
     "model.learning_rate=0.02",
@@ -75,7 +75,7 @@ def test_a_run_leaves_its_results_and_nothing_half_done(run: Path) -> None:
 
 def test_the_resolved_settings_repeat_the_run(run: Path) -> None:
     config = load(run / "config.yaml")
-    assert config.data.train_limit == 300 and config.data.ood == ("rotated",)
+    assert config.data.train_limit == 300 and config.data.ood == ("rotated", "noise")
     assert config.output_dir == str(run)
 
 
@@ -179,6 +179,8 @@ def test_the_report_is_one_file_with_every_part(run: Path) -> None:
         "Selective risk",
         "Entropy: test and rotated",
         "ROC: rotated",
+        "Entropy: test and noise",
+        "ROC: noise",
         "Information captured",
         "Variance contraction",
         "Against the truth",

@@ -30,7 +30,7 @@ th, td { padding: .38rem .7rem; text-align: right; white-space: nowrap; border-b
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: #fff; white-space: normal;
   min-width: 8.5rem; }
 tr:last-child td { border-bottom: 0; } tr.ours td { background: var(--tint); font-weight: 600; }
-thead th { color: var(--soft); font-weight: 600; vertical-align: bottom; }
+thead th { color: var(--soft); font-weight: 600; vertical-align: bottom; white-space: normal; }
 td.best { color: #00684e; font-weight: 700; }
 .grid { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 21rem), 1fr)); }
 figure { margin: 0; padding: .7rem; border: 1px solid var(--line); border-radius: 6px; break-inside: avoid; }

@@ -7,6 +7,7 @@ and all have the same gradient, that of the plain path: tile by tile, never more
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -120,7 +121,7 @@ class KernelMatrix:
         product = keops.keops_product(Formula.of(self.kernel), self._x1[rows], self._x2, V)
         return product if self.part == WHOLE else _padded(product, rows, self.shape[0])
 
-    @property
+    @cached_property
     def rounding_of_points(self) -> float:
         """How far an entry may be off, as a share of k(x, x), since points are centred, scaled and rounded: no kernel
         of the distance is steeper than 1. Beyond other rounding only where the data spread over many lengthscales."""

@@ -33,9 +33,8 @@ the activations of all tangents leave the cache, and sharing costs more than it 
 once take 0.5 epochs each instead of 1.25, on a CIFAR ResNet-20 2.0 instead of 1.0."""
 
 
-PROOF_ROWS = (
-    2  # at which rows by layers are compared with reverse mode: whether they are right is a matter of the model
-)
+PROOF_ROWS = 2
+"""At how many data rows by layers are compared with reverse mode: whether they are right is a matter of the model."""
 
 
 class NetworkJacobian(ABC):
