@@ -4,6 +4,7 @@ The kept files were written by `ntk-iterncgp fit` on sixty points in three class
 """
 
 import copy
+import gc
 import json
 import os
 import random
@@ -32,6 +33,31 @@ KEPT = Path(__file__).parent / "kept"
 NEWEST = KEPT / f"posterior-{files.POSTERIOR_VERSION}.safetensors"
 OURS = (FileError, ConfigError)
 CPU = torch.device("cpu")
+
+# What is written is read
+
+
+def test_every_type_of_number_comes_back_with_its_bits(tmp_path: Path) -> None:
+    written = {str(dtype): torch.arange(6).reshape(2, 3).to(dtype) for dtype in files.DTYPES}
+    written |= {"none": torch.zeros(0, 3), "one": torch.tensor(0.1)}
+    write_tensors(tmp_path / "all", written, {"format": "numbers 1"})
+    _, found = files.read_tensors(tmp_path / "all", "numbers", 1)
+    assert set(found) == set(written)
+    assert all(found[name].dtype == value.dtype and torch.equal(found[name], value) for name, value in written.items())
+
+
+def test_reading_files_for_days_takes_no_memory(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "many", {f"{i}": torch.zeros(2, 3) for i in range(50)}, {"format": "numbers 1"})
+
+    def blocks_after(reads: int) -> int:
+        for _ in range(reads):
+            files.read_tensors(tmp_path / "many", "numbers", 1)
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    before = blocks_after(20)  # the interpreter's own caches fill
+    assert blocks_after(40) - before < 1000  # one for each tensor read would be 2000
+
 
 # Versions
 
