@@ -189,7 +189,7 @@ def _tensor(path: Path, file: Any, name: str) -> Tensor:
         return torch.from_numpy(file.get_tensor(name)).clone()
     except TypeError:  # numpy has no bfloat16
         with safe_open(path, framework="pt") as for_torch:
-            return for_torch.get_tensor(name).clone()  # type: ignore[no-any-return]
+            return for_torch.get_tensor(name).clone()
 
 
 def _check_digest(path: Path) -> bool:

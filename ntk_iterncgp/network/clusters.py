@@ -18,6 +18,9 @@ of the variance, and what it cost:
     + the first class against the third        90.4 %   2.3
 
 so further passes go through the contrasts, and after these through random directions.
+
+Decided data, whose W is next to nothing, are left out of the backward sweep of the first pass (`DECIDED`): an action may
+have any rows that are zero, so the variance is still not below the exact one. Later passes visit all data.
 """
 
 from __future__ import annotations
@@ -39,6 +42,11 @@ from ntk_iterncgp.priors.ntk import curvature_traces
 from ntk_iterncgp.weight_posterior import inner_products
 
 PADDING = 8
+DECIDED = 0.02
+"""A datum with less than this share of the mean tr(W) is decided. All of them together hold far less than 2 % of the
+curvature (0.08 to 0.24 % on three networks), and what they would add to the contraction of the variance was at most 0.1
+percentage points (digits, five seeds, 20 to 500 groups). They are 9 % of MNIST for a LeNet after two epochs, 44 % after
+four, 56 % of CIFAR-10 for a ResNet-20."""
 
 
 @dataclass(eq=False)
@@ -161,9 +169,13 @@ class Clusters:
 
     def new_pass(self, directions: Tensor, num_groups: int, like: Tensor, num_params: int) -> Pass:  # (q, N, C)
         """Group the data for these directions. `like` gives the dtype and device of the images."""
+        weights = self.weights()
+        is_first_of_many = not self.passes and num_groups < len(weights)
+        decided = weights < (DECIDED * weights.mean() if is_first_of_many else 0.0)
+        directions = torch.where(decided[:, None], 0.0, directions)
         curved = self.curvature(directions[0])
         labels = (
-            parallel.from_main(group(self.features, curved, self.weights(), num_groups, self.generator))
+            parallel.from_main(group(self.features, curved, weights, num_groups, self.generator))
             if num_groups > 1
             else torch.zeros(len(self.outputs), dtype=torch.long, device=self.outputs.device)
         )
@@ -174,7 +186,7 @@ class Clusters:
             noise.index_add_(0, labels, (u * self.curvature(u)).sum(1))
             scaled.append(u * torch.where(noise > 0, noise.rsqrt(), 0.0)[labels, None])
         images = torch.zeros(len(directions) * num_groups, num_params, dtype=like.dtype, device=like.device)
-        swept = torch.zeros(len(labels), dtype=torch.bool, device=like.device)
+        swept = decided.to(like.device)  # as far as they ever will be
         checksums = torch.zeros(len(images), dtype=torch.float64, device=like.device)
         return Pass(labels, torch.stack(scaled), images, swept, checksums)
 

@@ -26,7 +26,8 @@ WORKSPACE_BYTES = 64 * 2**20  # what PyTorch takes beside the arrays counted her
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds are those of this machine as it is now; a budget (`max_epochs`) is not taken into account."""
+    """Seconds are those of this machine as it is now; a budget (`max_epochs`) is not taken into account, nor what data
+    that turn out to be decided will spare."""
 
     num_data: int
     num_params: int
