@@ -101,8 +101,8 @@ def main(argv: list[str] | None = None) -> None:
         for seed in range(size.num_seeds):
             row = measure(size, name, seed)
             rows.append(row)
-            ratios = f"{row.lengthscale:12.3f} {row.outputscale:12.3f}"
-            print(f"{row.likelihood:10} {row.seed:4d} {row.field:6.2f} {ratios} {row.num_fits:5d}   {row.verdict}", flush=True)
+            ratios = f"{row.field:6.2f} {row.lengthscale:12.3f} {row.outputscale:12.3f}"
+            print(f"{row.likelihood:10} {row.seed:4d} {ratios} {row.num_fits:5d}   {row.verdict}", flush=True)
     if arguments.json:
         results = [asdict(row) | {"verdict": row.verdict} for row in rows]
         arguments.json.write_text(json.dumps({"settings": asdict(size), "results": results}, indent=2) + "\n")
