@@ -20,7 +20,7 @@ of the variance, and what it cost:
 so further passes go through the contrasts, and after these through random directions.
 
 Decided data, whose W is next to nothing, are left out of the backward sweep of the first pass (`DECIDED`). An action
-may have any number of rows that are zero, so the variance is still not below the exact one. Later passes visit all data.
+may have any number of rows that are zero, so the variance is not below the exact one as before. Later passes visit all.
 """
 
 from __future__ import annotations
