@@ -136,8 +136,8 @@ def test_the_benchmark_of_hyperparameters_shows_found_over_true(
     assert [row["likelihood"] for row in rows] == ["bernoulli", "poisson"]
     assert all(row["lengthscale"] > 0 and row["verdict"] == "too small to judge" for row in rows)
     assert "found / true" in capsys.readouterr().out
-    assert hyperparameters.Row("poisson", 0, 1.2, 0.85, 4, True).verdict == "ok"
-    assert hyperparameters.Row("poisson", 0, 1.2, 0.75, 4, True).verdict == "MISSED"
+    assert hyperparameters.Row("poisson", 0, 1.0, 1.2, 0.85, 4, True).verdict == "ok"
+    assert hyperparameters.Row("poisson", 0, 1.0, 1.2, 0.75, 4, True).verdict == "MISSED"
 
 
 def test_the_one_epoch_benchmark_counts_a_fit_in_epochs_and_a_prediction_in_forward_passes(
