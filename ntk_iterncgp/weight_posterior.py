@@ -131,6 +131,15 @@ class WeightPosterior:
 
     # --- less memory ----------------------------------------------------------------------------------------------
 
+    def leading(self, number: int) -> WeightPosterior:
+        """Of the first actions alone."""
+        return replace(
+            self,
+            images=self.images[:, :number],
+            noise_gram=self.noise_gram[:number, :number],
+            right_hand_side=self.right_hand_side[:number],
+        )
+
     @torch.no_grad()
     def compress(self, max_rank: int, prior_precision: Tensor, noise_scale: Tensor) -> WeightPosterior:
         """The `max_rank` combinations that keep the mean, and contract the variance most, at a given prior."""
@@ -199,11 +208,12 @@ class ConditionedPosterior:
             half = half.unflatten(0, cross.shape[:2])
         return prior - half @ half.mT
 
-    def contributions(self, rows: Rows) -> Tensor:  # (b, B)
-        """What each action takes from the variance at each input: z_b (M⁻¹z)_b, summed over outputs."""
-        cross = rows.times(self.scaled_images)  # (b, C, B)
-        solved = self.factor.solve(cross.flatten(0, 1).T).T.unflatten(0, cross.shape[:2])
-        return (cross * solved).sum(1)
+    def contributions(self, rows: Rows, groups: Tensor, combinations: Tensor) -> Tensor:  # (P, g), (g, B) -> (b, g)
+        """What each group of data takes from the variance at each input, summed over outputs. With z those of the
+        groups and z Q those of the actions, it is z_g (Q M⁻¹Qᵀz)_g."""
+        cross = rows.times(self.variance.to(groups.dtype)[:, None] * groups)  # (b, C, g)
+        solved = self.factor.solve((cross @ combinations).flatten(0, 1).T).T
+        return (cross * (solved @ combinations.T).unflatten(0, cross.shape[:2])).sum(1)
 
     def sample(self, num_samples: int, generator: torch.Generator | None) -> Tensor:  # (num_samples, P)
         """Draws of θ − μ: a draw ε from the prior, corrected by what the data say about it (Matheron's rule)."""

@@ -103,7 +103,7 @@ def test_more_actions_than_weights_are_kept_as_so_many_and_say_the_same(dtype: t
     net = make_net(2, num_data=40)
     la, loader = net.laplace(dtype, num_actions=30), net.loader(dtype)
     la.fit(loader)
-    la.refine(loader, epochs=2)
+    la.refine(loader, epochs=1)
     num_params, x = len(la.mean), net.near_and_far().to(dtype)
     groups = la._fit.progress.clusters
     assert groups.rank > num_params == la.posterior.rank == la.report_.rank
@@ -135,17 +135,66 @@ def test_confident_networks_lose_nothing_to_tiny_probabilities() -> None:
 SHARES = {20: 0.60, 50: 0.68, 100: 0.76, 500: 0.88}
 
 
-def test_few_groups_get_most_of_the_exact_contraction_on_digits() -> None:
-    """The mean of five networks; about one epoch, whatever the number of groups."""
+def test_few_actions_get_most_of_the_exact_contraction_on_digits() -> None:
+    """The mean of five networks; about one epoch, whatever the number of actions."""
     shares = {B: 0.0 for B in SHARES}
     for seed in range(5):
         net = digits(seed)
         for B in SHARES:
             la = net.laplace(num_actions=B)
             la.fit(net.loader())
-            assert la.report_.epochs <= 4 / 3 + 1e-9  # less by those that are decided
+            assert la.report_.epochs <= 4 / 3 + 1e-9 and la.report_.rank <= B  # less by those that are decided
             shares[B] += net.share(la) / 5
     assert all(shares[B] >= least for B, least in SHARES.items()), shares
+
+
+@dtypes
+@pytest.mark.parametrize("cotangents", [1, 2])
+def test_combinations_of_many_groups_say_more_than_as_many_groups(dtype: torch.dtype, cotangents: int) -> None:
+    """As many actions, of unit noise, in the span of the groups': less variance in all, and not below the exact one."""
+    net = make_net(6, num_data=60)
+    x = net.near_and_far()
+    settings = {"num_actions": 6, "cotangents": cotangents}
+    few, many, all_groups = net.laplace(dtype, **settings), net.laplace(dtype, **settings), None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clusters, "GROUPS_PER_ACTION", 1)
+        few.fit(net.loader(dtype))
+    many.fit(net.loader(dtype))
+    assert few.posterior.rank == many.posterior.rank == 6 * cotangents
+    groups = many._fit.progress.clusters
+    assert groups.passes[0].num_groups == 24
+    close(many.posterior.noise_gram, torch.eye(6 * cotangents, dtype=torch.float64), 1e-9)
+    all_groups = replace(groups, passes=[replace(groups.passes[0], num_kept=None)], latest=None)
+    whole = unfolded(many.posterior, all_groups)
+    assert whole.rank > many.posterior.rank
+    traces = [
+        float((p.factor(many.prior_precision, many._noise_scale).solve(p.gram(many.prior_precision))).trace())
+        for p in (few.posterior, many.posterior, whole)
+    ]
+    assert traces[0] < traces[1] < traces[2]
+    variances = [joint_variance(la, x) for la in (few, many)]
+    for variance in variances:
+        not_below(variance, net.exact(x), TOLERANCE[dtype])
+    rows = torch.cat([rows.jacobian for rows in many._rows_at(x.to(dtype))])
+    more = whole.conditioned(many.prior_precision, many._noise_scale).covariance(DenseRows(rows[..., 0], rows))
+    not_below(variances[1].diagonal().diag(), torch.cat([block.diagonal() for block in more]).diag(), TOLERANCE[dtype])
+
+
+def test_how_many_groups_there_are_depends_on_data_and_memory() -> None:
+    assert clusters.groups_for(20, 10**6, 1000) == 80
+    assert clusters.groups_for(200, 10**6, 1000) == 384
+    assert clusters.groups_for(1000, 10**6, 1000) == 1000
+    assert clusters.groups_for(20, 50, 1000) == 50
+    assert clusters.groups_for(20, 10**6, 2**24) == 32
+    assert clusters.groups_for(20, 10**6, 2**30) == 20
+
+
+def test_a_budget_for_a_part_of_the_pass_gets_as_many_groups_as_actions() -> None:
+    net = make_net(6, num_data=60)
+    for max_epochs, groups in ((1.0, 6), (4 / 3, 24), (None, 24)):
+        la = net.laplace(num_actions=6, max_epochs=max_epochs)
+        la.fit(net.loader())
+        assert la._fit.progress.clusters.passes[0].num_groups == groups and la.report_.rank <= 6
 
 
 def test_refining_clusters_is_cheaper_than_products_from_nothing() -> None:

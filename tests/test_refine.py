@@ -68,7 +68,9 @@ def reads_before_the_sweep() -> int:
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["visited", "in order"])
-def test_ctrl_c_leaves_a_valid_posterior_and_refine_ends_where_the_fit_would_have(streamed: bool) -> None:
+def test_ctrl_c_leaves_a_valid_posterior_and_refine_ends_no_less_certain_than_the_fit_would_have(
+    streamed: bool,
+) -> None:
     case, x = net(), net().near_and_far()
     whole = case.laplace(num_actions=GROUPS)
     whole.fit(case.loader(batch_size=4))
@@ -80,14 +82,17 @@ def test_ctrl_c_leaves_a_valid_posterior_and_refine_ends_where_the_fit_would_hav
         la.fit(loader)
     assert la.report_.status == "interrupted"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert (
-        1 / 3 < la.report_.epochs < 4 / 3 and 0 < la.report_.information_captured < whole.report_.information_captured
-    )
+    assert 1 / 3 < la.report_.epochs < 4 / 3 and (information := la.report_.information_captured) > 0
     half = joint_variance(la, x)
     not_below(half, case.exact(x))
     assert differ(half, joint_variance(whole, x))
     la.refine(loader, epochs=4 / 3 - la.report_.epochs)
-    close(joint_variance(la, x), joint_variance(whole, x), 1e-10)
+    after = joint_variance(la, x)
+    not_below(after, case.exact(x))
+    not_below(joint_variance(whole, x), after)  # combinations of these groups
+    if not streamed:
+        not_below(half, after)
+    assert information < whole.report_.information_captured <= la.report_.information_captured
     assert la.report_.epochs == pytest.approx(4 / 3) and la.report_.status == "budget"
 
 
@@ -142,7 +147,9 @@ def test_a_keyboard_interrupt_in_the_model_is_caught_too(calls: int) -> None:
     la.refine(case.loader(batch_size=4), epochs=4 / 3 - la.report_.epochs)
     whole = case.laplace(num_actions=GROUPS)
     whole.fit(case.loader(batch_size=4))
-    close(joint_variance(la, x), joint_variance(whole, x), 1e-10)
+    not_below(joint_variance(whole, x), joint_variance(la, x))
+    if calls == 2:  # nothing had been handed out
+        close(joint_variance(la, x), joint_variance(whole, x), 1e-10)
 
 
 def test_an_error_in_the_middle_of_a_fit_or_refine_leaves_what_was_there() -> None:

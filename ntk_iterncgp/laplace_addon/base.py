@@ -87,8 +87,8 @@ class IterNCGPLaplace(FittedNetwork):
     def attribution(self, x: Inputs) -> Tensor:  # (b, N)
         """How much each training datum reduced the variance (the trace over outputs) at each input.
 
-        An action's share is spread over the data of its group by how much each contributed to it. The rows sum to the
-        prior variance less the posterior variance. For policy="clusters", after a fit in this process.
+        The share of a group is spread over its data by how much each contributed to it. The rows sum to the prior
+        variance less the posterior variance. For policy="clusters", after a fit in this process.
         """
         self._check_fitted()
         self._refresh_posterior()
@@ -101,9 +101,10 @@ class IterNCGPLaplace(FittedNetwork):
                 "since only then the groups are known. Call fit(train_loader) first."
             )
         posterior = unfolded(self.posterior, clusters).conditioned(self.prior_precision, self._noise_scale)
+        groups, combinations = clusters.group_images(), clusters.combinations()
         with exclusively(self.model), evaluating(self.model), torch.no_grad():
-            shares = torch.cat([posterior.contributions(rows) for rows in self._rows_at(x)])  # (b, B)
-        return clusters.spread(shares)
+            parts = [posterior.contributions(rows, groups, combinations) for rows in self._rows_at(x)]
+        return clusters.spread(torch.cat(parts))  # (b, all groups) -> (b, N)
 
     def _glm_predictive_distribution(self, x: Inputs, joint: bool = False) -> tuple[Tensor, Tensor]:
         if isinstance(x, GivenMoments):  # moments known already: laplace-torch's links are asked about them

@@ -47,8 +47,8 @@ class FittedNetwork(BaseFunctionalLaplace):
     mean              "network": the predictive mean is the network's output; "refined": the linearised model's mode
     policy            how actions are chosen: "clusters" (one epoch for all of them; the default for mean="network"),
                       "curvature_residual" (the default for mean="refined"), "random_subspace", or a callable
-    num_actions       how many: groups of data for "clusters" (200), else products with the NTK (50), each one sweep
-                      forward+backward and one of Jacobian-vector products
+    num_actions       how many: for "clusters" the best combinations of more groups of data than that (200), else
+                      products with the NTK (50), each one sweep forward+backward and one of Jacobian-vector products
     cotangents        directions for each datum, for "clusters": q of them take (1 + 2q)/3 epochs for q·num_actions
     max_epochs        where to stop before all of them are done
     actions_per_step  of these, how many per Newton step (mean="refined")

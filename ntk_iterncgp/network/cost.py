@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ntk_iterncgp import parallel
 from ntk_iterncgp.data import Inputs
 from ntk_iterncgp.memory import available_bytes, mebibytes, require_memory
+from ntk_iterncgp.network.clusters import groups_for
 from ntk_iterncgp.network.grouping import MAX_FEATURES
 from ntk_iterncgp.network.linearised import PRODUCT_EPOCHS, Budget, LinearisedNetwork, NetworkFit, NetworkSettings
 from ntk_iterncgp.priors.jacobian import JVP_COLUMNS, Jacobian, NetworkJacobian
@@ -39,6 +40,7 @@ class Cost:
     predict_bytes: int
     available_bytes: int | None
     fixed_bytes: int = 0  # of fit_bytes, what does not depend on the number of actions
+    action_bytes: int = 0  # what one more action takes
 
     def __str__(self) -> str:
         def seconds(value: float | None) -> str:
@@ -63,9 +65,11 @@ def estimate_cost(network: LinearisedNetwork, settings: NetworkSettings, *, time
     num_data = data.num_data(rows)
     in_groups = settings.policy is None
     per_number = torch.empty(0, dtype=jacobian.dtype).element_size()
-    actions = settings.num_actions
+    actions = groups = settings.num_actions
     activations = activation_bytes(jacobian, x)
     if in_groups:
+        bytes_each = _image_bytes(jacobian, settings.cotangents)
+        groups = groups_for(actions, num_data, bytes_each) * settings.cotangents
         actions = min(actions, num_data) * settings.cotangents
         epochs = 1 / 3 + (1 + 2 * settings.cotangents) / 3
         per_datum = 8 * num_outputs * (3 + 3 * settings.cotangents) + 2 * 4 * (MAX_FEATURES + num_outputs)
@@ -80,7 +84,8 @@ def estimate_cost(network: LinearisedNetwork, settings: NetworkSettings, *, time
     # A backward pass holds gradients beside activations; rows of J are taken at another time than sweeps are made.
     sweep = 2 * activations if in_groups else (1 + JVP_COLUMNS) * activations  # as many tangents beside each other
     fixed_bytes = max(sweep, for_rows) + WORKSPACE_BYTES + num_data * per_datum + 6 * 8 * jacobian.num_params
-    fit_bytes = fixed_bytes + images + of_actions + 5 * 8 * actions**2
+    of_groups = _image_bytes(jacobian, groups) + 5 * 8 * groups**2 if groups > actions else 0
+    fit_bytes = fixed_bytes + images + of_actions + 5 * 8 * actions**2 + of_groups
     fit_seconds = predict_seconds = None
     if timed:
         cotangents = torch.ones(rows, num_outputs, 1, dtype=jacobian.dtype, device=jacobian.device)
@@ -108,7 +113,8 @@ def estimate_cost(network: LinearisedNetwork, settings: NetworkSettings, *, time
         fit_bytes,
         settings.chunk_bytes + WORKSPACE_BYTES + 2 * images,
         available_bytes(jacobian.device),
-        fixed_bytes,
+        fixed_bytes + of_groups,
+        (images + of_actions + 5 * 8 * actions**2) // actions,
     )
 
 
@@ -130,7 +136,7 @@ def check_memory_to_refine(
 ) -> int:
     """The same for what is added to a fit: new actions, and copies in which they lie beside those that are there."""
     cost = estimate_cost(network, settings, timed=False)
-    per_action = (cost.fit_bytes - cost.fixed_bytes) // cost.num_actions
+    per_action = cost.action_bytes
     most = fitted.num_data * fitted.num_outputs
     epochs = min(1.0 if budget.epochs is None else budget.epochs, float(most))
     if settings.policy is None:

@@ -209,8 +209,11 @@ class Spending:
         else:
             like = torch.empty(0, dtype=network.jacobian.dtype, device=network.jacobian.device)
             directions = clusters.directions(self.settings.cotangents)
-            num_groups = min(self.settings.num_actions, len(clusters.outputs))
-            target = clusters.new_pass(directions, num_groups, like, network.jacobian.num_params)
+            after, limit = self.progress.epochs + (1 + 2 * len(directions)) / 3, self.turn.max_epochs
+            is_whole = self.budget.seconds is None and (limit is None or after <= limit + 1e-9)
+            target = clusters.new_pass(
+                directions, self.settings.num_actions, like, network.jacobian.num_params, is_whole=is_whole
+            )
             clusters.passes.append(target)
         self.turn.missing = int((~clusters.passes[-1].swept).sum())
         self.turn.done = self.turn.readings = 0
@@ -251,6 +254,8 @@ class Spending:
                     raise
                 self.interrupt.requested = True
             progress.clusters.finish(target)
+            if 0 < turn.done < missing:
+                progress.clusters.keep_all()
             if turn.done and (not progress.history or progress.history[-1].epochs != progress.epochs):
                 bar.set_postfix_str(self.meter.read())
         return turn.done == missing

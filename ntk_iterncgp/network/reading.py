@@ -22,8 +22,10 @@ class Meter:
         self.progress, self.network, self.started = progress, network, started
 
     def read(self) -> str:
-        progress = self.progress
+        progress, last = self.progress, self.progress.clusters.passes[-1]
         posterior = weight_posterior(progress, self.network)
+        if last.num_kept is not None and not last.is_complete:  # not more than combinations of all will say
+            posterior = posterior.leading(last.num_kept)
         information = posterior.information_captured(self.network.prior_precision, self.network.noise_scale)
         progress.history.append(
             Record(
@@ -42,7 +44,7 @@ class Meter:
 
 def weight_posterior(progress: Progress, network: LinearisedNetwork) -> WeightPosterior:
     clusters = progress.clusters
-    images, noise_gram, kept = clusters.actions()
+    images, noise_gram = clusters.actions()
     posterior = WeightPosterior(
         images=images,
         noise_gram=noise_gram,
@@ -58,7 +60,7 @@ def weight_posterior(progress: Progress, network: LinearisedNetwork) -> WeightPo
         return folded(posterior)
     if len(clusters.passes) == 1 and not clusters.passes[0].is_complete:
         return posterior  # most images may still be zero: not worth the products of all
-    return posterior.knowing(clusters.image_gram()[kept][:, kept])
+    return posterior.knowing(clusters.image_gram())
 
 
 def folded(posterior: WeightPosterior) -> WeightPosterior:
@@ -76,6 +78,7 @@ def folded(posterior: WeightPosterior) -> WeightPosterior:
 
 
 def unfolded(posterior: WeightPosterior, clusters: Clusters) -> WeightPosterior:
-    """The same with one action for each group, of which it was made."""
-    images, noise_gram, kept = clusters.actions()
-    return replace(posterior, images=images, noise_gram=noise_gram, right_hand_side=noise_gram.new_zeros(len(kept)))
+    """The same with the actions of which it was made."""
+    images, noise_gram = clusters.actions()
+    right_hand_side = noise_gram.new_zeros(len(noise_gram))
+    return replace(posterior, images=images, noise_gram=noise_gram, right_hand_side=right_hand_side)

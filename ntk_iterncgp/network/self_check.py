@@ -61,7 +61,7 @@ def checked_passes(
         )
         for done, stale in zip(clusters.passes, found.stale, strict=True):
             _sweep_again(clusters, done, stale, network, settings.chunk_bytes)
-        clusters.gram_blocks.clear()  # of the images as they were
+        clusters.forget()
         found = _problems(clusters, curvature_trace, network, settings, visit)
     if found.told:
         raise SelfCheckError(refusal(found.told))
