@@ -308,10 +308,12 @@ def press_ctrl_c() -> None:
     os.kill(os.getpid(), 2)
 
 
-def interrupt_and_go_on(at: int, settings: dict[str, Any]) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
+def interrupt_and_go_on(
+    at: int, settings: dict[str, Any], rank: int = 1
+) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
     """The status and the posterior after Ctrl-C in one process, and the posterior after the rest of the epoch."""
     la = laplace(**settings)
-    la.fit(DataLoader(Troubled(1, at, press_ctrl_c), 4))
+    la.fit(DataLoader(Troubled(rank, at, press_ctrl_c), 4))
     status, stopped = la.report_.status, of_network(la)
     if "policy" not in settings:
         la.refine(DataLoader(TensorDataset(*inputs_and_labels()), 4), epochs=4 / 3 - la.report_.epochs)
@@ -357,8 +359,10 @@ def fit_different_inputs() -> None:
     NonConjugateGP(kernels.RBF(), likelihoods.Softmax(CLASSES)).fit(X + parallel.rank(), y)
 
 
-def traffic_of_a_fit(num_actions: int) -> tuple[int, int]:
+def traffic_of_a_fit(num_actions: int) -> tuple[int, int, int]:
+    """Bytes sent, bytes of the groups' images, and how many groups there were: more than actions."""
     X, y = inputs_and_labels()
     la, before = laplace(num_actions=num_actions), parallel.traffic.bytes
     la.fit(DataLoader(TensorDataset(X, y), 4))
-    return parallel.traffic.bytes - before, la.posterior.images.nbytes
+    swept = la._fit.progress.clusters.passes[0]
+    return parallel.traffic.bytes - before, swept.images.nbytes, swept.num_groups
