@@ -172,6 +172,25 @@ def test_what_differs_between_processes_is_refused_in_all_of_them(fit: Any, what
         assert isinstance(one, Failed) and f"{what} expected to be the same in all 2 processes" in one
 
 
+@pytest.mark.parametrize("corrupt", [work.break_image, work.break_small_matrix, work.break_kernel_image])
+def test_what_is_broken_in_one_process_is_mended_by_all(corrupt: Any) -> None:
+    ((told, *first), (_, *second)), _ = in_processes(2, work.refine_broken, corrupt)
+    assert len(told) == 1 and "The self-check expected" in told[0] and told[0].endswith("again.")
+    assert first[0] == second[0] == [], "nothing is wrong any more"
+    for one, other in zip(first[1], second[1], strict=True):
+        np.testing.assert_array_equal(one, other)
+    if corrupt is not work.break_kernel_image:  # whose further actions were chosen before it was mended
+        assert_close(first[1], plain(work.refine_broken(None))[2])
+
+
+@pytest.mark.parametrize("corrupt", [work.break_directions, work.put_nan_in_point])
+def test_what_cannot_be_mended_in_one_process_is_refused_by_all(corrupt: Any) -> None:
+    found, _ = in_processes(2, work.refine_broken, corrupt)
+    for one in found:
+        assert isinstance(one, Failed) and "SelfCheckError" in one and "is not to be trusted, and was not kept" in one
+    assert "another one has found something wrong" in found[0] and "another one" not in found[1]
+
+
 # --- killed and taken up ----------------------------------------------------------------------------------------------
 
 
