@@ -20,6 +20,7 @@ from ntk_iterncgp import cli, parallel
 from ntk_iterncgp.network import cost
 from ntk_iterncgp.parallel import Share
 from tests import parallel_work as work
+from tests import torchrun_work
 from tests.parallel_work import Failed, in_processes, plain
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -225,26 +226,45 @@ FIT = ("fit", str(ROOT / "configs" / "digits.yaml"), "--set", "model.train_epoch
 FIT += ("--set", "tuning.protocol=none")
 
 
-def torchrun(num_processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+def torchrun(num_processes: int, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [*command, "-m", "ntk_iterncgp", *arguments], capture_output=True, text=True, timeout=120, env=environment
+        [*command, "-m", module, *arguments], capture_output=True, text=True, timeout=120, env=environment
     )
 
 
 def test_torchrun_fits_what_one_process_fits_and_one_process_writes(tmp_path: Path) -> None:
-    ended = torchrun(2, *FIT, "--output-dir", str(tmp_path / "two"))
+    ended = torchrun(2, "ntk_iterncgp", *FIT, "--output-dir", str(tmp_path / "several"))
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("Posterior: ") == ended.stdout.count("Data: ") == 1
     assert cli.main([*FIT, "--output-dir", str(tmp_path / "one")]) == 0
-    one, two = (load_file(tmp_path / name / "posterior.safetensors") for name in ("one", "two"))
-    assert one.keys() == two.keys()
-    for name in one:
-        if name != "sha256":
-            np.testing.assert_allclose(two[name], one[name], rtol=1e-4, atol=1e-4 * np.abs(one[name]).max(initial=0))
-    names = {path.name for path in (tmp_path / "one").iterdir()}
-    assert {path.name for path in (tmp_path / "two").iterdir()} == names
+    assert_written_once(ended, tmp_path)
+
+
+def assert_written_once(ended: subprocess.CompletedProcess[str], folder: Path) -> None:
+    """By one process, and what one process writes; in float32, as commands compute."""
+    assert ended.stdout.count("Posterior: ") == ended.stdout.count("Data: ") == 1
+    one, several = (load_file(folder / name / "posterior.safetensors") for name in ("one", "several"))
+    assert one.keys() == several.keys()
+    for name in one.keys() - {"sha256"}:
+        scale = np.abs(one[name]).max(initial=0)
+        np.testing.assert_allclose(several[name], one[name], rtol=1e-4, atol=1e-4 * scale, err_msg=name)
+    names = {path.name for path in (folder / "one").iterdir()}
+    assert {path.name for path in (folder / "several").iterdir()} == names
+
+
+def test_three_processes_of_torchrun_fit_networks_and_kernels_as_one_does(tmp_path: Path) -> None:
+    """A kernel by its command, and in float64 both front doors to 1e-10. One start for all, which takes the longest."""
+    kernel = ("kernel.name=Matern32", "kernel.max_products=4", "data.train_limit=100", "data.test_limit=20")
+    command = [*FIT[:2], *(text for setting in kernel for text in ("--set", setting)), "--output-dir"]
+    ended = torchrun(3, "tests.torchrun_work", str(tmp_path), *command, str(tmp_path / "several"))
+    assert ended.returncode == 0, ended.stderr
+    assert cli.main([*command, str(tmp_path / "one")]) == 0
+    assert_written_once(ended, tmp_path)
+    expected = torchrun_work.results()
+    for rank in range(3):
+        with np.load(tmp_path / f"{rank}.npz") as found:
+            assert_close(dict(found), expected)
 
 
 @pytest.mark.parametrize(("rank", "waits"), [(0, []), (1, [cli.GRACE_SECONDS])])
