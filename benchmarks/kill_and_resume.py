@@ -4,9 +4,20 @@
 
 Three programs of about a minute, slowed down on purpose: a network by clusters (a fit and a refine), a
 network's refined mean, and a Gaussian process with a kernel. Each is killed 20 times, mostly some time after it has
-saved, now and then at any moment of its life, and must end with the same bits as once undisturbed. Shown is what the
-worst kill lost: how old the last save was, in save intervals; a save is due when one has passed, and comes with the
-next batch or product.
+saved, now and then at any moment of its life, and must end with the same bits as once undisturbed.
+
+Nothing is to be lost beyond the last save interval. Every life keeps a journal of the pieces of its work (calls of the
+network, states of a solver), of its chances to save (after each batch or product, which is saved whole) and of its
+saves. An interval is what was asked for, or ten times what the last save took. Judged is, of every kill and by counts,
+which a busy machine does not change:
+
+    late     pieces lost that were done after the interval had passed: at most those between two chances (`Door.unit`)
+    missed   chances that came after the interval had passed and were not taken: none
+    anew     lives that began from nothing where something was saved: none
+    again    pieces that were saved and done again: none. Those of all lives together, from where each took up a call to
+             its last save, are no more than those of the undisturbed run, beside what every start does (`Door.opening`)
+
+Shown beside them is how old the last save was when the worst kill came, in intervals.
 """
 
 from __future__ import annotations
@@ -31,6 +42,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ntk_iterncgp import Checkpoint, NonConjugateGP, kernels, likelihoods
+from ntk_iterncgp.checkpoint import SAVING_SHARE, Call
 from ntk_iterncgp.digests import digest
 
 
@@ -46,6 +58,7 @@ class Pace:
 
 
 QUICK = Pace(num_data=200, per_batch=0.02, per_state=0.01, every=0.02, latest_kill=0.1)
+BATCH = 40
 ANY_MOMENT = 0.2  # the share of kills that do not wait for a save
 
 
@@ -58,7 +71,103 @@ class Outcome:
     resumed: int  # starts that went on from a save
     same: bool  # bit for bit
     lost: float  # by the worst kill, in save intervals
+    late: int  # pieces of work, of the worst kill
+    unit: int  # how many they may be
+    missed: int  # chances to save, of all lives
+    anew: int  # lives
+    again: int  # pieces of work that had been saved
     seconds: float
+
+    @property
+    def nothing_lost(self) -> bool:
+        """Beyond the last save interval."""
+        return self.late <= self.unit and self.missed == self.anew == self.again == 0
+
+
+# --- the journal of a life --------------------------------------------------------------------------------------------
+
+Event = tuple[str, float, float]  # what, when by the clock of the machine, and for how many seconds
+
+
+class Journal:
+    """One line for each event, which a kill does not take back."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def write(self, what: str, started: float | None = None) -> None:
+        now = time.monotonic()
+        os.write(self.file, f"{json.dumps([what, now, now - (started or now)])}\n".encode())
+
+    def watch(self) -> None:
+        """From now on, all calls that save. A chance that was not taken is told from one that was by the save after."""
+        is_due, save, begin = Call.is_due, Call.save, Checkpoint.call
+
+        def chance(call: Call) -> bool:
+            self.write("chance")
+            return is_due(call)
+
+        def saved(call: Call, *arguments: Any, **settings: Any) -> None:
+            started = time.monotonic()
+            save(call, *arguments, **settings)
+            self.write("saved", started)
+
+        def begun(checkpoint: Checkpoint, *arguments: Any) -> Call:
+            call = begin(checkpoint, *arguments)
+            self.write("begun")
+            return call
+
+        for owner, name, function in ((Call, "is_due", chance), (Call, "save", saved), (Checkpoint, "call", begun)):
+            setattr(owner, name, function)
+
+
+def read(path: Path) -> list[Event]:
+    return [
+        (str(what), float(when), float(took)) for what, when, took in map(json.loads, path.read_text().splitlines())
+    ]
+
+
+def late_and_missed(life: list[Event], every: float) -> tuple[int, int]:
+    """Pieces of work that were not saved, and done when the interval had passed; and chances to save them in all."""
+    late = missed = 0
+    due, is_overdue = float("inf"), False  # nothing can be saved before a call has begun
+    for what, when, took in life:
+        if what in ("begun", "saved"):
+            due, late, is_overdue = when + max(every, took / SAVING_SHARE), 0, False
+        elif what == "work" and when > due:
+            late += 1
+        elif what == "chance":
+            missed += is_overdue  # the one before came too late, and no save followed it
+            is_overdue = when > due
+    return late, missed
+
+
+def is_anew(life: list[Event]) -> bool:
+    """Whether a call has begun, and nothing was taken up."""
+    what = {event[0] for event in life}
+    return "begun" in what and "taken up" not in what
+
+
+def kept(life: list[Event], opening: int) -> int:
+    """Pieces of work up to the last save, from where the call had begun that was taken up."""
+    what = [event[0] for event in life]
+    if "chance" not in what or "saved" not in what:
+        return 0
+    first = what.index("chance")
+    begun = first - what[first::-1].index("begun")
+    return max(0, what[begun : len(what) - what[::-1].index("saved")].count("work") - opening)
+
+
+journal: Journal | None = None
+
+
+def work(seconds: float) -> None:
+    time.sleep(seconds)
+    if journal is not None:
+        journal.write("work")
+
+
+# --- the programs -----------------------------------------------------------------------------------------------------
 
 
 class Slow(nn.Module):
@@ -69,7 +178,7 @@ class Slow(nn.Module):
         self.seconds = seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.seconds)
+        work(self.seconds)
         return x
 
 
@@ -84,11 +193,11 @@ def _network(pace: Pace, **settings: Any) -> tuple[Any, DataLoader]:
     torch.manual_seed(0)
     layers = [nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)]
     model = nn.Sequential(Slow(pace.per_batch), *layers)
-    return Laplace(model, "classification", "all", "iterncgp", **settings), DataLoader(TensorDataset(x, y), 40)
+    return Laplace(model, "classification", "all", "iterncgp", **settings), DataLoader(TensorDataset(x, y), BATCH)
 
 
 def network(pace: Pace, checkpoint: Checkpoint) -> dict[str, Any]:
-    la, loader = _network(pace, num_actions=pace.num_data // 40)
+    la, loader = _network(pace, num_actions=pace.num_data // BATCH)
     with checkpoint:
         la.fit(loader, checkpoint=checkpoint)
         la.refine(loader, epochs=2, checkpoint=checkpoint)
@@ -97,7 +206,7 @@ def network(pace: Pace, checkpoint: Checkpoint) -> dict[str, Any]:
 
 def refined_mean(pace: Pace, checkpoint: Checkpoint) -> dict[str, Any]:
     faster = replace(pace, per_batch=pace.per_batch / 10)
-    la, loader = _network(faster, mean="refined", num_actions=min(30, pace.num_data // 40), actions_per_step=3)
+    la, loader = _network(faster, mean="refined", num_actions=min(30, pace.num_data // BATCH), actions_per_step=3)
     with checkpoint:
         la.fit(loader, checkpoint=checkpoint)
         return _numbers(la.report_, la.state_dict()["posterior"])
@@ -108,7 +217,7 @@ def kernel(pace: Pace, checkpoint: Checkpoint) -> dict[str, Any]:
     gp = NonConjugateGP(kernels.Matern32(lengthscale=3.0), likelihoods.Softmax(4), max_products=100, actions="joint")
 
     def slowly(state: object) -> None:
-        time.sleep(pace.per_state)
+        work(pace.per_state)
 
     with checkpoint:
         gp.fit(x.double(), y, callback=slowly, checkpoint=checkpoint)
@@ -125,26 +234,47 @@ def _numbers(report: Any, tensors: dict[str, Any]) -> dict[str, Any]:
     return found | {"status": report.status}
 
 
-DOORS: dict[str, Callable[[Pace, Checkpoint], dict[str, Any]]] = {
-    "network": network,
-    "refined mean": refined_mean,
-    "kernel": kernel,
+@dataclass(frozen=True)
+class Door:
+    """A program; how many pieces of its work may lie between two chances to save, and are done at every start."""
+
+    program: Callable[[Pace, Checkpoint], dict[str, Any]]
+    unit: Callable[[Pace], int]
+    opening: Callable[[Pace], int]
+
+
+DOORS = {
+    # A batch; but between fit and refine there are two self-checks, of some 24 batches whatever the number of data.
+    "network": Door(network, lambda pace: 30, lambda pace: 3),
+    # A product is two sweeps; before the first, and at every start, come outputs and trace, which are two more.
+    "refined mean": Door(
+        refined_mean, lambda pace: 4 * pace.num_data // BATCH + 12, lambda p: 2 * p.num_data // BATCH + 6
+    ),
+    "kernel": Door(kernel, lambda pace: 1, lambda pace: 0),
 }
 
 
-def _start(door: str, pace: Pace, folder: Path) -> int:
+# --- killing ----------------------------------------------------------------------------------------------------------
+
+
+def _start(door: str, pace: Pace, folder: Path, life: int = 0) -> int:
     """The program in a process of its own, which can be killed; returns its number."""
+    global journal
     sys.stdout.flush()
     child = os.fork()
     if child:
         return child
     try:
+        journal = Journal(folder / f"life{life}.txt")
+        journal.watch()
 
         def say(sentence: str) -> None:
             with (folder / "said.txt").open("a") as file:
                 file.write(sentence + "\n")
+            if journal is not None:
+                journal.write("taken up")
 
-        found = DOORS[door](pace, Checkpoint(folder / "checkpoint", every_seconds=pace.every, say=say))
+        found = DOORS[door].program(pace, Checkpoint(folder / "checkpoint", every_seconds=pace.every, say=say))
         (folder / "result.json").write_text(json.dumps(found))
         os._exit(0)
     except BaseException as error:
@@ -160,9 +290,10 @@ def survive(door: str, kills: int, pace: Pace, seed: int = 0) -> Outcome:
         for folder in (undisturbed, disturbed):
             folder.mkdir()
         alone = _start(door, pace, undisturbed)  # beside the other, since it does little but wait
-        killed, ages = 0, [0.0]
+        killed, ages, has_saved = 0, [0.0], list[bool]()
         while True:
-            born, child = time.time(), _start(door, pace, disturbed)
+            has_saved.append(_last_save(disturbed) is not None)
+            born, child = time.time(), _start(door, pace, disturbed, killed)
             ended = None if killed < kills else _wait(child)
             if ended is None and rng.random() > ANY_MOMENT:
                 ended = _wait(child, until=lambda born=born: (_last_save(disturbed) or 0) > born)
@@ -179,8 +310,21 @@ def survive(door: str, kills: int, pace: Pace, seed: int = 0) -> Outcome:
         results = [json.loads((folder / "result.json").read_text()) for folder in (undisturbed, disturbed)]
         said = disturbed / "said.txt"
         resumed = said.read_text().count("Going on") if said.exists() else 0
+        lives = [read(disturbed / f"life{life}.txt") for life in range(killed + 1)]
+        late, missed = zip(*(late_and_missed(life, pace.every) for life in lives), strict=True)
+        whole, opening = read(undisturbed / "life0.txt"), DOORS[door].opening(pace)
     return Outcome(
-        door, killed, resumed, results[0] == results[1], max(ages) / pace.every, time.perf_counter() - started
+        door,
+        killed,
+        resumed,
+        same=results[0] == results[1],
+        lost=max(ages) / pace.every,
+        late=max(late[:killed], default=0),
+        unit=DOORS[door].unit(pace),
+        missed=sum(missed),
+        anew=sum(has and is_anew(life) for has, life in zip(has_saved, lives, strict=True)),
+        again=max(0, sum(kept(life, opening) for life in lives) - kept(whole, opening)),
+        seconds=time.perf_counter() - started,
     )
 
 
@@ -216,15 +360,23 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(1)  # a forked process has none of the threads of its parent
     warnings.filterwarnings("ignore", message="`torch.jit.script`")  # of laplace-torch, in every process
     outcomes = []
-    print(f"{'':14}{'killed':>8}{'resumed':>9}{'same bits':>11}{'lost at most':>22}")
+    print(
+        f"{'':14}{'killed':>8}{'resumed':>9}{'same bits':>11}{'late (at most)':>16}{'missed':>8}{'anew':>6}{'again':>7}"
+        f"{'nothing lost':>14}{'last save':>16}"
+    )
     for door in arguments.door or DOORS:
         found = survive(door, kills, QUICK if arguments.quick else Pace(), arguments.seed)
         outcomes.append(found)
-        verdict = "yes" if found.same else "NO"
-        print(f"{door:14}{found.kills:8}{found.resumed:9}{verdict:>11}{found.lost:10.1f} intervals", flush=True)
+        same, nothing_lost = ("yes" if holds else "NO" for holds in (found.same, found.nothing_lost))
+        late = f"{found.late} ({found.unit})"
+        print(
+            f"{door:14}{found.kills:8}{found.resumed:9}{same:>11}{late:>16}{found.missed:8}{found.anew:6}{found.again:7}"
+            f"{nothing_lost:>14}{found.lost:6.1f} intervals",
+            flush=True,
+        )
     if arguments.json:
         Path(arguments.json).write_text(json.dumps([asdict(found) for found in outcomes], indent=2) + "\n")
-    return 0 if all(found.same for found in outcomes) else 1
+    return 0 if all(found.same and found.nothing_lost for found in outcomes) else 1
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ together, a `with` block keeps all of them until it ends:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -33,12 +33,13 @@ from ntk_iterncgp.files import FileError, read_tensors, temporary_prefix, with_t
 
 FORMAT, VERSION = "ntk-iterncgp checkpoint", 1
 SAVING_SHARE = 0.1  # of the time, at most
+MAX_TEXT, MAX_NAMED = 60, 5  # in a sentence about what differs
 
 Content = Mapping[str, Any]
 """A tree of tensors, numbers and texts. It does not depend on how many processes made it."""
 
 
-class CheckpointMismatch(ValueError):
+class CheckpointMismatch(FileError):
     """A checkpoint of another run."""
 
 
@@ -273,19 +274,46 @@ def unusable(what: str, error: Exception) -> FileError:
 
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """In sentences: settings with both values, parts of the model by name."""
-    named = []
     old, new = saved.get("settings"), now["settings"]
-    for key in sorted({*old, *new}) if isinstance(old, dict) else ["settings"]:
-        before, after = (s.get(key) if isinstance(s, dict) else None for s in (old, new))
-        if before != after:
-            named.append(f"its {key} is {_short(before)} and here it is {_short(after)}")
+    if not isinstance(old, dict):
+        named = ["it does not say of which settings it is"]
+    else:
+        named = [part for key in sorted({*old, *new}) for part in _few(list(_entries(key, old.get(key), new.get(key))))]
     old, new = saved.get("model"), now["model"]
     names = {*old, *new} if isinstance(old, dict) else {"all of it"}
     changed = sorted(name for name in names if not isinstance(old, dict) or old.get(name) != new.get(name))
     if changed:
-        some = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
-        named.append(f"its model has other values in {some}")
+        named.append(f"its model has other values in {', '.join(_few(changed))}")
     return named
+
+
+def _entries(name: str, saved: Any, now: Any) -> Iterator[str]:
+    """Both values of each entry that differs, down to the innermost."""
+    if saved == now:
+        return
+    if isinstance(saved, dict) and isinstance(now, dict):
+        for key in sorted({*saved, *now}):
+            yield from _entries(f"{name}.{key}", saved.get(key), now.get(key))
+    elif isinstance(saved, list) and isinstance(now, list) and len(saved) == len(now):
+        for place, (one, other) in enumerate(zip(saved, now, strict=True)):
+            yield from _entries(f"{name}[{place}]", one, other)
+    else:
+        one, other = repr(saved), repr(now)
+        first = next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
+        yield f"its {name} is {_around(one, first)} and here it is {_around(other, first)}"
+
+
+def _around(text: str, place: int) -> str:
+    """The text, or where it is long a part of it that shows this place."""
+    if len(text) <= MAX_TEXT:
+        return text
+    start = max(0, min(place - MAX_TEXT // 2, len(text) - MAX_TEXT))
+    stop = start + MAX_TEXT
+    return f"{'…' * (start > 0)}{text[start:stop]}{'…' * (stop < len(text))}"
+
+
+def _few(found: list[str]) -> list[str]:
+    return found if len(found) <= MAX_NAMED else [*found[:MAX_NAMED], f"{len(found) - MAX_NAMED} more"]
 
 
 def _differing_rows(saved: Any, found: Tensor) -> list[str]:
@@ -298,8 +326,3 @@ def _differing_rows(saved: Any, found: Tensor) -> list[str]:
         return []
     some = ", ".join(map(str, rows[:5])) + (" …" if len(rows) > 5 else "")
     return [f"{len(rows):,} of its {len(found):,} data differ from those here (numbers {some})"]
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}…"

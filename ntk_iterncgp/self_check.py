@@ -80,10 +80,13 @@ def problems(state: State) -> dict[str, str]:
     """What is wrong with a state, by the name of the check: the end of a sentence that begins with 'Expected'."""
     if state.buffer.size == 0:
         return _point(state, torch.ones((), dtype=torch.float64, device=state.iterate.offset.device))
-    if not _finite(*_vectors(state.iterate)):
-        return {"point": "a finite point, but it holds NaN or infinity"}
-    if not _finite(state.gram, state.noise_gram):
-        return {"gram": "finite small matrices, but they hold NaN or infinity"}
+    for name, tensors, told in (
+        ("point", _vectors(state.iterate), "a finite point, but it holds NaN or infinity"),
+        ("gram", (state.gram, state.noise_gram), "finite small matrices, but they hold NaN or infinity"),
+    ):
+        is_finite = _finite(*tensors)
+        if parallel.any_of(not is_finite):  # all processes go on to the products, or none
+            return {} if is_finite else {name: told}
     generator = torch.Generator().manual_seed(state.num_products + state.newton_step)
     prior = state.problem.prior
     asked = [(rows, prior.at(x, state.buffer)) for rows, x in prior.pick(_some_data(prior, generator))]
@@ -115,12 +118,12 @@ def recomputed(state: State, *, with_images: bool) -> State:
         return state.linearise(old)
     iterate = _point_of(state)
     state = state.linearise(iterate)
-    if _close(iterate.offset, old.offset, 1e-6):
+    if _all_close(iterate.offset, old.offset, 1e-6):
         return state
     for _ in range(MAX_SETTLING_STEPS):  # the mean was that of other images: Newton's steps in the span are free
         before = state.iterate
         state = state.linearise(state.solution if state.problem.likelihood.is_quadratic else ascend(state))
-        if _close(state.iterate.offset, before.offset, 1e-3):
+        if _all_close(state.iterate.offset, before.offset, 1e-3):
             break
     return state
 
@@ -291,5 +294,6 @@ def _vectors(iterate: Iterate) -> tuple[Tensor, Tensor, Tensor]:
     return iterate.coefficients, iterate.representer_weights, iterate.offset
 
 
-def _close(new: Tensor, old: Tensor, tolerance: float) -> bool:
-    return bool((new - old).norm() <= tolerance * new.norm())
+def _all_close(new: Tensor, old: Tensor, tolerance: float) -> bool:
+    """In all processes, of which one may have had other numbers."""
+    return not parallel.any_of(not bool((new - old).norm() <= tolerance * new.norm()))

@@ -11,6 +11,7 @@ import os
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,6 +30,7 @@ from ntk_iterncgp import checkpoint as checkpoint_module
 from ntk_iterncgp.checkpoint import Checkpoint
 from ntk_iterncgp.data import FixedOrderData
 from ntk_iterncgp.priors import GramPrior
+from ntk_iterncgp.self_check import problems
 from ntk_iterncgp.solver import State
 
 torch.set_num_threads(1)
@@ -308,10 +310,12 @@ def press_ctrl_c() -> None:
     os.kill(os.getpid(), 2)
 
 
-def interrupt_and_go_on(at: int, settings: dict[str, Any]) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
+def interrupt_and_go_on(
+    at: int, settings: dict[str, Any], rank: int = 1
+) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
     """The status and the posterior after Ctrl-C in one process, and the posterior after the rest of the epoch."""
     la = laplace(**settings)
-    la.fit(DataLoader(Troubled(1, at, press_ctrl_c), 4))
+    la.fit(DataLoader(Troubled(rank, at, press_ctrl_c), 4))
     status, stopped = la.report_.status, of_network(la)
     if "policy" not in settings:
         la.refine(DataLoader(TensorDataset(*inputs_and_labels()), 4), epochs=4 / 3 - la.report_.epochs)
@@ -357,8 +361,51 @@ def fit_different_inputs() -> None:
     NonConjugateGP(kernels.RBF(), likelihoods.Softmax(CLASSES)).fit(X + parallel.rank(), y)
 
 
-def traffic_of_a_fit(num_actions: int) -> tuple[int, int]:
+def traffic_of_a_fit(num_actions: int) -> tuple[int, int, int]:
+    """Bytes sent, bytes of the groups' images, and how many groups there were: more than actions."""
     X, y = inputs_and_labels()
     la, before = laplace(num_actions=num_actions), parallel.traffic.bytes
     la.fit(DataLoader(TensorDataset(X, y), 4))
-    return parallel.traffic.bytes - before, la.posterior.images.nbytes
+    swept = la._fit.progress.clusters.passes[0]
+    return parallel.traffic.bytes - before, swept.images.nbytes, swept.num_groups
+
+
+# --- broken on purpose ----------------------------------------------------------------------------------------------
+
+
+def break_image(la: Any) -> None:
+    la._fit.progress.clusters.passes[0].images[2] *= 1.1
+
+
+def break_small_matrix(la: Any) -> None:
+    la._fit.progress.clusters.gram_blocks[0, 0][1, 1] *= 0.5
+
+
+def break_directions(la: Any) -> None:
+    la._fit.progress.clusters.passes[0].directions[0, :10] *= 1.5
+
+
+def break_kernel_image(gp: Any) -> None:
+    gp.posterior_.state.buffer.images.factor.storage[3] *= 1.01
+
+
+def put_nan_in_point(gp: Any) -> None:
+    gp.posterior_.state.iterate.coefficients[0] = torch.nan
+
+
+def refine_broken(corrupt: Callable[[Any], None] | None) -> tuple[list[str], list[str], list[Tensor]]:
+    """Corrupted in the last process alone, between a fit and a refine: warnings, what is still wrong, and moments."""
+    X, y = inputs_and_labels()
+    is_kernel = corrupt in (break_kernel_image, put_nan_in_point)
+    matern = kernels.Matern32(lengthscale=0.4, outputscale=4.0)
+    gp, la = NonConjugateGP(matern, likelihoods.Softmax(CLASSES), max_products=8), laplace(num_actions=7)
+    loader = DataLoader(TensorDataset(X, y), 4)
+    gp.fit(X, y) if is_kernel else la.fit(loader)
+    if corrupt is not None and parallel.rank() == parallel.num_processes() - 1:
+        corrupt(gp if is_kernel else la)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        gp.refine(2) if is_kernel else la.refine(loader, epochs=1)
+    wrong = list(problems(gp.posterior_.state).values()) if is_kernel else []
+    moments = gp.latent(X[:5] + 0.01) if is_kernel else la.predictive_moments(X[:5] + 0.01)
+    return [str(warning.message) for warning in told], wrong, list(moments)

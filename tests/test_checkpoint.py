@@ -206,8 +206,38 @@ def test_other_settings_of_a_kernel_are_refused_by_name(tmp_path: Path, monkeypa
     folder = tmp_path / "c"
     killed(gp_run(three), folder, monkeypatch)
     assert "its seed is 3 and here it is 4" in refusal(gp_run(three, seed=4), folder)
-    assert "its kernels is" in refusal(gp_run(three, kernel=kernels.Matern32(0.8, 2.0 + 1e-12)), folder)
-    assert "its likelihood is" in refusal(gp_run(three, likelihood=likelihoods.Softmax(4)), folder)
+    said = refusal(gp_run(three, kernel=kernels.Matern32(0.8, 2.0 + 1e-12)), folder)
+    assert "its kernels[0].outputscale is 2.0 and here it is 2.000000000001;" in said and "lengthscale" not in said
+    said = refusal(gp_run(three, likelihood=likelihoods.Softmax(4)), folder)
+    assert "its likelihood.num_outputs is 3 and here it is 4" in said
+
+
+def differences(saved: Any, now: Any) -> list[str]:
+    return module._differences({"settings": {"data": saved}, "model": {}}, {"settings": {"data": now}, "model": {}})
+
+
+def test_of_nested_settings_those_that_differ_are_named_and_no_others() -> None:
+    saved = {"name": "digits", "root": "r" * 80, "split": [0.5, {"seed": 1, "kind": "random"}], "limit": 100}
+    now = {"name": "digits", "root": "r" * 80, "split": [0.5, {"seed": 2, "kind": "random"}], "limit": 200, "new": None}
+    assert differences(saved, now) == [
+        "its data.limit is 100 and here it is 200",
+        "its data.split[1].seed is 1 and here it is 2",
+    ]
+    assert differences(saved, saved) == []
+    assert differences([1, 2], [1, 2, 3]) == ["its data is [1, 2] and here it is [1, 2, 3]"]
+
+
+@pytest.mark.parametrize("place", [0, 150, 299])
+def test_of_long_texts_the_place_is_shown_where_they_differ(place: int) -> None:
+    text = "".join(chr(ord("a") + i % 26) for i in range(300))
+    (said,) = differences({"root": text}, {"root": text[:place] + "#" + text[place + 1 :]})
+    one, other = said.removeprefix("its data.root is ").split(" and here it is ")
+    assert "#" not in one and other.replace("#", text[place]) == one and len(one) <= 62
+    assert one.startswith("…") == (place > 0) and one.endswith("…") == (place < 299)
+
+
+def test_of_many_entries_that_differ_a_few_are_named() -> None:
+    assert differences([0] * 20, [1] * 20)[4:] == ["its data[4] is 0 and here it is 1", "15 more"]
 
 
 def test_another_model_is_refused_by_the_names_of_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +283,7 @@ def test_a_refine_that_starts_elsewhere_is_refused(tmp_path: Path, monkeypatch: 
     with pytest.raises(CheckpointMismatch, match="its epochs is 1 and here it is 2"):
         made.refine(loader, epochs=2, checkpoint=checkpoint_in(folder))
     made.refine(loader, epochs=0.3)
-    with pytest.raises(CheckpointMismatch, match="its starts_from is"):
+    with pytest.raises(CheckpointMismatch, match=r"its starts_from\[1\] is '\[31, 2\]"):
         made.refine(loader, epochs=1, checkpoint=checkpoint_in(folder))
 
 
@@ -401,7 +431,22 @@ def test_a_command_that_differs_from_what_was_saved_is_refused_in_a_sentence(
     assert cli.main([*command(tmp_path), "--set", "fit.num_actions=4"]) == 2
     error = capsys.readouterr().err
     assert "its num_actions is 3 and here it is 4" in error and error.strip().count("\n") == 0
+    assert cli.main([*command(tmp_path), "--set", "data.train_limit=50"]) == 2
+    assert "but its data.train_limit is 60 and here it is 50. Make" in capsys.readouterr().err  # while it is trained
     assert cli.main([*command(tmp_path), "--set", "fit.num_actions=4", "--set", "checkpoint.every_seconds=null"]) == 0
+
+
+def test_a_command_with_another_kernel_is_refused_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kernel = command(tmp_path, "kernel.name=Matern32", "kernel.max_products=6")
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        die_at_save(2, patch)
+        cli.main(kernel)
+    capsys.readouterr()
+    assert cli.main([*kernel, "--set", "kernel.lengthscale=7"]) == 2
+    error = capsys.readouterr().err
+    assert "its kernels[0].lengthscale is 8.0 and here it is 7.0" in error and error.strip().count("\n") == 0
 
 
 # Settings

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, TensorDat
 
 from ntk_iterncgp.interrupt import interruptible
 from ntk_iterncgp.network import clusters, cost, one_epoch
+from ntk_iterncgp.network.self_check import Findings
 from tests.clusters_helpers import Net, Stream, joint_variance, make_net
 from tests.laplace_helpers import close, differ, not_below
 
@@ -59,7 +60,7 @@ def reads_before_the_sweep() -> int:
     case = net()
     watched = Watched(case, lambda count: None)
     la = case.laplace(num_actions=GROUPS)
-    with mock.patch.object(one_epoch, "checked_passes", return_value=[]):  # which reads some items again
+    with mock.patch.object(one_epoch, "checked_passes", return_value=Findings()):  # which reads some items again
         la.fit(DataLoader(watched, batch_size=4))
     return watched.count - NUM_DATA - 4  # the sweep, and the first batch once more to know the data again
 

@@ -27,7 +27,7 @@ from ntk_iterncgp import Checkpoint, files
 from ntk_iterncgp.config import ConfigError
 from ntk_iterncgp.files import FileError, load_posterior, write_tensors
 from ntk_iterncgp.runs.predict import columns_of, restore
-from tests.checkpoint_helpers import Killed, checkpoint_in, die_at_save, net_run, small_net
+from tests.checkpoint_helpers import Killed, Run, checkpoint_in, die_at_save, net_run, small_net
 
 KEPT = Path(__file__).parent / "kept"
 NEWEST = KEPT / f"posterior-{files.POSTERIOR_VERSION}.safetensors"
@@ -319,6 +319,17 @@ def test_tensors_of_someone_else_are_no_posterior(tmp_path: Path) -> None:
 # Checkpoints that mean ill
 
 
+def only_save(run: Run, folder: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What a run leaves that is killed after so many saves, without the save before."""
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        die_at_save(number, patch)
+        run(checkpoint_in(folder))
+    *earlier, newest = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    for path in earlier:
+        path.unlink()
+    return newest
+
+
 @pytest.mark.parametrize("door", ["clusters", "curvature_residual"])
 def test_a_checkpoint_with_a_right_digest_and_wrong_content_gives_a_sentence(
     door: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -326,13 +337,7 @@ def test_a_checkpoint_with_a_right_digest_and_wrong_content_gives_a_sentence(
     """Each of its tensors in another shape, with infinities, and in another dtype."""
     monkeypatch.setattr("ntk_iterncgp.checkpoint.SAVING_SHARE", float("inf"))
     run, folder = net_run(small_net(num_data=9), policy=door, num_actions=4), tmp_path / "c"
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        die_at_save(7 if door == "clusters" else 2, patch)
-        run(checkpoint_in(folder))
-    newest = max(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
-    for path in folder.iterdir():
-        if path != newest:
-            path.unlink()
+    newest = only_save(run, folder, 9 if door == "clusters" else 2, monkeypatch)
     about, tensors = files.read_tensors(newest, "ntk-iterncgp checkpoint", 1)
     changes: list[Callable[[Tensor], Tensor]] = [
         lambda t: t.flatten()[:-1],
@@ -351,3 +356,25 @@ def test_a_checkpoint_with_a_right_digest_and_wrong_content_gives_a_sentence(
             assert "\n" not in str(refusal.value), name
             count += 1
     assert count > 20
+
+
+def test_a_counter_in_a_checkpoint_that_does_not_count_gives_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ntk_iterncgp.checkpoint.SAVING_SHARE", float("inf"))
+    run, folder = net_run(small_net(num_data=9), num_actions=4), tmp_path / "c"
+    newest = only_save(run, folder, 9, monkeypatch)
+    about, tensors = files.read_tensors(newest, "ntk-iterncgp checkpoint", 1)
+    content = about["content"]["items"]
+    for place, names in (
+        (content["passes"][0]["items"], ["num_kept", "by_group"]),
+        (content["turn"]["items"], ["done", "missing", "readings", "max_passes", "passes", "rank"]),
+    ):
+        for name in names:
+            right = place[name]
+            for wrong in ("many", -3, [1], 10.5, {"items": {"a": 1}}):
+                place[name] = wrong
+                write_tensors(newest, tensors, about)
+                with pytest.raises(FileError, match=r"expected to hold a fit by clusters, but does not"):
+                    run(Checkpoint(folder, say=lambda text: None))
+            place[name] = right

@@ -402,22 +402,62 @@ def test_a_group_whose_image_is_broken_is_swept_again(what: str, in_order: bool,
     close(joint_variance(la, x), joint_variance(clean, x), 1e-9 if dtype == torch.float64 else 1e-3)
 
 
-def test_sums_that_went_wrong_on_the_way_are_swept_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    net, x, calls = cluster_net(), cluster_net().near_and_far(), []
-    original = one_epoch.Pass.add
+def break_gradients(change: Callable[[Tensor], Tensor], calls: range, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of these batches, as they are summed."""
+    count, original = [0], one_epoch.Pass.add
 
     def add(self: Any, rows: Tensor, gradients: Tensor, h: Tensor) -> None:
-        calls.append(len(rows))
-        original(self, rows, 1.2 * gradients if len(calls) < 6 else gradients, h)
+        count[0] += 1
+        original(self, rows, change(gradients) if count[0] in calls else gradients, h)
 
     monkeypatch.setattr(one_epoch.Pass, "add", add)
-    la = net.laplace(num_actions=6)
-    with pytest.warns(UserWarning, match=r"images that are sums of gradients, but of \d computed again one differs"):
+
+
+@pytest.mark.parametrize(
+    ("change", "calls", "sentence"),
+    [
+        (lambda g: 1.2 * g, range(1, 6), r"images that are sums of gradients, but of \d computed again one differs"),
+        (lambda g: g * torch.nan, range(2, 3), "what was summed on the way, but 1 are not"),
+        (lambda g: g / 0, range(20, 21), "what was summed on the way, but 1 are not"),
+    ],
+    ids=["too large", "nan", "infinite"],
+)
+def test_sums_that_went_wrong_on_the_way_are_swept_again(
+    change: Callable[[Tensor], Tensor], calls: range, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, x = cluster_net(), cluster_net().near_and_far()
+    la, clean = (net.laplace(num_actions=6) for _ in range(2))
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match=sentence):
+        break_gradients(change, calls, patch)
         la.fit(cluster_loader(net))
-    monkeypatch.undo()
-    clean = net.laplace(num_actions=6)
     clean.fit(cluster_loader(net))
     close(joint_variance(la, x), joint_variance(clean, x), 1e-9)
+    assert la.report_.information_captured == pytest.approx(clean.report_.information_captured, rel=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:The self-check")
+def test_gradients_that_are_no_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    break_gradients(lambda g: g * torch.nan, range(1, 10**6), monkeypatch)
+    la = cluster_net().laplace(num_actions=6)
+    with pytest.raises(SelfCheckError, match="is not to be trusted"):
+        la.fit(cluster_loader(cluster_net()))
+    assert not la._fitted
+
+
+@DTYPES
+@pytest.mark.parametrize("name", ["gram_blocks", "noise_blocks"])
+@pytest.mark.parametrize("change", [0.5, 1.1, torch.nan], ids=str)
+def test_a_small_matrix_that_was_broken_is_computed_again(change: float, name: str, dtype: torch.dtype) -> None:
+    net, x = cluster_net(), cluster_net().near_and_far()
+    la, clean = (net.laplace(dtype, num_actions=6, cotangents=2) for _ in range(2))
+    for fitted in (la, clean):
+        fitted.fit(cluster_loader(net, dtype=dtype))
+        fitted.refine(cluster_loader(net, dtype=dtype), epochs=2)
+    getattr(la._fit.progress.clusters, name)[1, 0][2] *= change
+    with pytest.warns(UserWarning, match=r"small matrices to be those of the actions, .*\. They are computed again"):
+        la.refine(cluster_loader(net, dtype=dtype), epochs=2)
+    clean.refine(cluster_loader(net, dtype=dtype), epochs=2)
+    close(joint_variance(la, x), joint_variance(clean, x), 1e-9 if dtype == torch.float64 else 1e-3)
 
 
 @pytest.mark.filterwarnings("ignore:The self-check")

@@ -305,8 +305,9 @@ class Clusters:
         self.passes[-1].num_kept = self.latest = None
 
     def forget(self) -> None:
-        """What was made of the images, which are others now."""
+        """What was made of the images, which are others now; and small matrices."""
         self.gram_blocks.clear()
+        self.noise_blocks.clear()
         self.latest = None
 
     def _directions(self) -> list[tuple[Pass, Tensor]]:

@@ -254,11 +254,16 @@ class Spending:
                     raise
                 self.interrupt.requested = True
             progress.clusters.finish(target)
+            self._check()  # before the meter and the rank are made of it
             if 0 < turn.done < missing:
                 progress.clusters.keep_all()
             if turn.done and (not progress.history or progress.history[-1].epochs != progress.epochs):
                 bar.set_postfix_str(self.meter.read())
         return turn.done == missing
+
+    def _check(self) -> None:
+        trace = float(self.progress.curvature_diagonal.sum())
+        checked_passes(self.progress.clusters, trace, self.network, self.settings, visit=False)
 
     def _has_spent_epochs(self) -> bool:
         return Budget(self.turn.max_epochs).is_spent_in_epochs(self.progress.epochs)
@@ -276,13 +281,16 @@ class Spending:
 def _result(progress: Progress, network: LinearisedNetwork, settings: NetworkSettings, status: Status) -> NetworkFit:
     clusters = progress.clusters
     with interruptible():  # what is about to be checked would be lost
-        visited = checked_passes(clusters, float(progress.curvature_diagonal.sum()), network, settings)
+        found = checked_passes(clusters, float(progress.curvature_diagonal.sum()), network, settings)
         posterior = check_posterior(
             weight_posterior(progress, network),
             network.prior_precision,
             network.noise_scale,
-            each_rows(network, visited),
+            each_rows(network, found.visited),
         )
+    if found.were_mended and progress.history:  # the meter was read before
+        captured = posterior.information_captured(network.prior_precision, network.noise_scale)
+        progress.history[-1] = replace(progress.history[-1], rank=posterior.rank, information_captured=captured)
     if settings.options.max_rank is not None:
         posterior = posterior.compress(settings.options.max_rank, network.prior_precision, network.noise_scale)
     if network.classification:

@@ -98,7 +98,7 @@ def from_content(saved: Mapping[str, Any], network: LinearisedNetwork) -> tuple[
             float(saved["seconds"]),
             from_table(saved["history"]),
         )
-        return progress, Turn(**saved["turn"])
+        return progress, _turn(saved["turn"])
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise unusable("a fit by clusters", error) from error
 
@@ -130,7 +130,22 @@ def _pass(saved: Mapping[str, Any], network: LinearisedNetwork, shape: tuple[int
     _checked(done.checksums, "checksums", torch.float64, device, len(done.images))
     if not bool(((done.labels >= 0) & (done.labels < done.num_groups)).all()):
         raise ValueError("a group that does not exist")
+    if type(done.by_group) is not bool or not (done.num_kept is None or _is_count(done.num_kept, least=1)):
+        raise ValueError("actions that cannot be kept")
     return done
+
+
+def _turn(saved: Mapping[str, Any]) -> Turn:
+    turn = Turn(**saved)
+    counts = (turn.passes, turn.rank, turn.done, turn.readings, turn.missing or 0, turn.max_passes or 0)
+    amounts = (turn.seconds, turn.max_epochs or 0)
+    if not all(map(_is_count, counts)) or not all(type(value) in (int, float) and value >= 0 for value in amounts):
+        raise ValueError("counters that do not count")
+    return turn
+
+
+def _is_count(value: Any, least: int = 0) -> bool:
+    return type(value) is int and value >= least
 
 
 def _listed(blocks: Mapping[tuple[int, int], Tensor]) -> list[dict[str, Any]]:

@@ -26,7 +26,10 @@ class Meter:
         posterior = weight_posterior(progress, self.network)
         if last.num_kept is not None and not last.is_complete:  # not more than combinations of all will say
             posterior = posterior.leading(last.num_kept)
-        information = posterior.information_captured(self.network.prior_precision, self.network.noise_scale)
+        try:
+            information = posterior.information_captured(self.network.prior_precision, self.network.noise_scale)
+        except torch.linalg.LinAlgError:  # of images that are no numbers; the self-check mends or refuses them
+            information = math.nan
         progress.history.append(
             Record(
                 num_products=0,

@@ -7,11 +7,12 @@ For passes with labels, directions u and images A_b = Σ_{n∈b} J_nᵀ W_n u_n,
     groups     A_b computed anew for a few whole groups of the latest pass
     adjoint    (Jᵀv)ᵀt = vᵀ(J t) for random v and t, where Jᵀ is that of the sweep and J that of predictions
     noise      UᵀWU has 1 on its diagonal for every whole group, as the directions were scaled
+    blocks     G z = Aᵀ(A z) and R z = UᵀW(U z) for a random z and what is kept of the small matrices
 
-Groups whose checksum is off are swept again, and all of them where a group computed anew differs; with a warning, and
-then they are checked again. What still fails is raised. Rounding is measured against √tr(JᵀWJ), which bounds the sum
-of the norms of all gradients of a group, since its directions have unit noise. The posterior made of the passes is then
-looked at as `weight_check.py` says, at a few data of those above.
+Groups whose checksum is off are swept again, and all of them where a group computed anew differs; small matrices are
+computed again; with a warning, and then all is checked again. What still fails is raised. Rounding is measured against
+√tr(JᵀWJ), which bounds the sum of the norms of all gradients of a group, since its directions have unit noise. The
+posterior made of the passes is then looked at as `weight_check.py` says, at a few data of those above.
 """
 
 from __future__ import annotations
@@ -36,11 +37,14 @@ GROUP_SHARE, MAX_GROUPS = 0.01, 4  # what is computed anew: groups with at most 
 
 @dataclass
 class Findings:
-    """What is wrong, each the end of a sentence; which actions of each pass to sweep again; some inputs."""
+    """What is wrong, each the end of a sentence; which actions of each pass to sweep again, and whether small matrices
+    are to be computed again; some inputs; and whether anything was mended before."""
 
     told: list[str] = field(default_factory=list)
     stale: list[Tensor] = field(default_factory=list)  # (q·B,) each
+    stale_blocks: bool = False
     visited: list[Inputs] = field(default_factory=list)
+    were_mended: bool = False
 
 
 def checked_passes(
@@ -50,22 +54,21 @@ def checked_passes(
     settings: NetworkSettings,
     *,
     visit: bool = True,
-) -> list[Inputs]:
-    """Check the passes, sweep again what is not as it should be, in place; returns a few inputs. `visit=False` leaves
-    the data alone: enough to see, before more is added, that nothing has happened to the sums since the last check."""
+) -> Findings:
+    """Check the passes, sweep again what is not as it should be, in place. `visit=False` leaves the data alone: enough
+    to see, before more is made of the sums, that they are what was summed."""
     found = _problems(clusters, curvature_trace, network, settings, visit)
-    if found.told and any(bool(stale.any()) for stale in found.stale):
-        warnings.warn(
-            f"The self-check expected {'; and '.join(found.told)}. These groups are swept again.",
-            stacklevel=4,
-        )
+    swept_again = any(bool(stale.any()) for stale in found.stale)
+    if found.told and (swept_again or found.stale_blocks):
+        mending = "These groups are swept again." if swept_again else "They are computed again."
+        warnings.warn(f"The self-check expected {'; and '.join(found.told)}. {mending}", stacklevel=4)
         for done, stale in zip(clusters.passes, found.stale, strict=True):
             _sweep_again(clusters, done, stale, network, settings.chunk_bytes)
         clusters.forget()
-        found = _problems(clusters, curvature_trace, network, settings, visit)
+        found = replace(_problems(clusters, curvature_trace, network, settings, visit), were_mended=True)
     if found.told:
         raise SelfCheckError(refusal(found.told))
-    return found.visited
+    return found
 
 
 def _sweep_again(clusters: Clusters, done: Pass, stale: Tensor, network: LinearisedNetwork, chunk_bytes: int) -> None:
@@ -96,10 +99,14 @@ def _problems(
             found.told.append(f"images that are what was summed on the way, but {int(off.sum())} are not")
         if not _has_unit_noise(clusters, done):
             found.told.append("directions with unit noise in every group, but some have another")
+    if not found.told and not (_gram_is_right(clusters) and _noise_is_right(clusters)):
+        found.told.append("small matrices to be those of the actions, but they are others")
+        found.stale_blocks = True
     if visit and not found.told:
         _visit(clusters, size, network, settings, found)
     if parallel.any_of(bool(found.told)):  # several processes mend together, whatever one of them has found
         found.told = found.told or [ELSEWHERE]
+        found.stale_blocks = parallel.any_of(found.stale_blocks)
         for stale in found.stale:
             stale |= parallel.all_sum(stale.int()).bool()
     return found
@@ -115,6 +122,49 @@ def _has_unit_noise(clusters: Clusters, done: Pass) -> bool:
         if not bool((((noise - 1).abs() <= 1e-6 + 16 * eps * length) | (length == 0)).all()):
             return False
     return True
+
+
+def _gram_is_right(clusters: Clusters) -> bool:
+    """Of the passes whose blocks are kept, all at once: two products with their images."""
+    images = [done.images for i, done in enumerate(clusters.passes) if (i, i) in clusters.gram_blocks]
+    z = _signs(images)
+    lengths = [torch.linalg.vector_norm(block, dim=1).double() for block in images]
+    products = [block.T @ part.to(block.dtype) for block, part in zip(images, z, strict=True)]
+    for i, block in enumerate(images):
+        off = (block @ torch.stack(products).sum(0)).double() - _row_of_blocks(clusters.gram_blocks, i, z)
+        allowed = network_rounding(block.dtype) * lengths[i] * float(torch.cat(lengths).sum())
+        if not bool((off.abs() <= allowed).all()):
+            return False
+    return True
+
+
+def _noise_is_right(clusters: Clusters) -> bool:
+    """The same with directions, and one product with W. Of decided data W is known to eps alone."""
+    parts = [(done, u) for done in clusters.passes for u in done.directions]
+    parts = [part for i, part in enumerate(parts) if (i, i) in clusters.noise_blocks]
+    z = _signs([done.checksums[: done.num_groups] for done, _ in parts])
+    if not parts:
+        return True
+    v = torch.stack([part[done.labels, None] * u for part, (done, u) in zip(z, parts, strict=True)]).sum(0)
+    curved, length, eps = clusters.curvature(v), torch.linalg.vector_norm(v, dim=1), torch.finfo(torch.float64).eps
+    for i, (done, u) in enumerate(parts):
+        sums = torch.zeros(2, done.num_groups, dtype=torch.float64, device=v.device)
+        per_datum = torch.stack([(u * curved).sum(1), torch.linalg.vector_norm(u, dim=1) * length])
+        direct, size = sums.index_add_(1, done.labels, per_datum)
+        off = direct - _row_of_blocks(clusters.noise_blocks, i, z)
+        if not bool((off.abs() <= 1e-9 * sum(map(len, z)) + 16 * eps * size).all()):
+            return False
+    return True
+
+
+def _signs(like: list[Tensor]) -> list[Tensor]:  # (B, …) each -> (B,) each
+    generator = torch.Generator().manual_seed(0)
+    return [(2.0 * torch.randint(2, (len(t),), generator=generator) - 1).double().to(t.device) for t in like]
+
+
+def _row_of_blocks(blocks: dict[tuple[int, int], Tensor], i: int, z: list[Tensor]) -> Tensor:
+    """One row of blocks of a symmetric matrix, of which the lower triangle is kept, times z."""
+    return torch.cat([blocks[i, j] if j <= i else blocks[j, i].T for j in range(len(z))], 1) @ torch.cat(z)
 
 
 def _visit(
