@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.func import functional_call, jacrev, vmap
 
-from ntk_iterncgp.network import clusters, independence
-from ntk_iterncgp.network.grouping import group
+from ntk_iterncgp.network import grouping, independence
+from ntk_iterncgp.network.grouping import group, groups_for
 from ntk_iterncgp.network.independence import independent_columns
 from ntk_iterncgp.network.reading import unfolded
 from ntk_iterncgp.priors.rows import DenseRows
@@ -157,7 +157,7 @@ def test_combinations_of_many_groups_say_more_than_as_many_groups(dtype: torch.d
     settings = {"num_actions": 6, "cotangents": cotangents}
     few, many, all_groups = net.laplace(dtype, **settings), net.laplace(dtype, **settings), None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clusters, "GROUPS_PER_ACTION", 1)
+        patch.setattr(grouping, "GROUPS_PER_ACTION", 1)
         few.fit(net.loader(dtype))
     many.fit(net.loader(dtype))
     assert few.posterior.rank == many.posterior.rank == 6 * cotangents
@@ -181,12 +181,12 @@ def test_combinations_of_many_groups_say_more_than_as_many_groups(dtype: torch.d
 
 
 def test_how_many_groups_there_are_depends_on_data_and_memory() -> None:
-    assert clusters.groups_for(20, 10**6, 1000) == 80
-    assert clusters.groups_for(200, 10**6, 1000) == 384
-    assert clusters.groups_for(1000, 10**6, 1000) == 1000
-    assert clusters.groups_for(20, 50, 1000) == 50
-    assert clusters.groups_for(20, 10**6, 2**24) == 32
-    assert clusters.groups_for(20, 10**6, 2**30) == 20
+    assert groups_for(20, 10**6, 1000) == 80
+    assert groups_for(200, 10**6, 1000) == 384
+    assert groups_for(1000, 10**6, 1000) == 1000
+    assert groups_for(20, 50, 1000) == 50
+    assert groups_for(20, 10**6, 2**24) == 32
+    assert groups_for(20, 10**6, 2**30) == 20
 
 
 def test_a_budget_for_a_part_of_the_pass_gets_as_many_groups_as_actions() -> None:
@@ -217,8 +217,8 @@ def test_decided_data_are_left_out_of_the_first_sweep_alone(monkeypatch: pytest.
         net.model[2].weight *= 3
         net.model[2].bias *= 3
     variances, epochs = [], []
-    for share in (0.0, clusters.DECIDED):
-        monkeypatch.setattr(clusters, "DECIDED", share)
+    for share in (0.0, grouping.DECIDED):
+        monkeypatch.setattr(grouping, "DECIDED", share)
         la = net.laplace(num_actions=100)
         la.fit(loader)
         variances.append(la.functional_variance(net.new_J.float()))

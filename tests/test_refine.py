@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, TensorDataset
 
 from ntk_iterncgp.interrupt import interruptible
-from ntk_iterncgp.network import clusters, cost, one_epoch
+from ntk_iterncgp.network import cost, one_epoch, passes
 from ntk_iterncgp.network.self_check import Findings
 from tests.clusters_helpers import Net, Stream, joint_variance, make_net
 from tests.laplace_helpers import close, differ, not_below
@@ -39,7 +39,7 @@ class Watched(Dataset):
 @pytest.fixture(autouse=True)
 def every_item_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """In each sweep, so that reads can be counted: no batch is filled up with copies, and none is kept in memory."""
-    monkeypatch.setattr(clusters, "PADDING", 1)
+    monkeypatch.setattr(passes, "PADDING", 1)
     monkeypatch.setattr(cost, "KEEP_BYTES", 0)
 
 

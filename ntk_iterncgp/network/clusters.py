@@ -27,90 +27,28 @@ times as many, and with the best actions there are:
      20 actions   54.4   56.8   57.9   58.5 %    63.2 %
     100 actions   75.3   79.2   80.4   80.8 %    89.6 %
 
-Decided data, whose W is next to nothing, are left out of the backward sweep of the first pass (`DECIDED`). An action
-may have any number of rows that are zero, so the variance is not below the exact one as before. Later passes visit all.
+Decided data, whose W is next to nothing, are left out of the backward sweep of the first pass (`decided_data`). An
+action may have any number of rows that are zero, so the variance is not below the exact one. Later passes visit all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ntk_iterncgp import parallel
-from ntk_iterncgp.data import FixedOrderData, Inputs, slice_rows
+from ntk_iterncgp.data import FixedOrderData, slice_rows
 from ntk_iterncgp.likelihoods import Likelihood
-from ntk_iterncgp.network.grouping import group
+from ntk_iterncgp.network.grouping import decided_data, group, groups_for
 from ntk_iterncgp.network.independence import best_combinations, block_matrix, independent_columns
+from ntk_iterncgp.network.passes import Pass, checksum_vector, group_batches, missing_rows, padded
 from ntk_iterncgp.priors.jacobian import NetworkJacobian
 from ntk_iterncgp.priors.ntk import curvature_traces
 from ntk_iterncgp.weight_posterior import inner_products
-
-PADDING = 8
-GROUPS_PER_ACTION, MANY_GROUPS, MANY_BYTES = 4, 384, 2**29  # more of them fill no batches, and no memory is asked for
-DECIDED, UNDECIDED = 0.01, 0.1
-"""Decided are the data with the least tr(W) that together hold 1 % of the curvature, if each has less than a tenth of
-the mean. What they would add to the contraction of the variance was at most 0.4 percentage points (digits, four
-networks, 20 and 100 actions). They are 25 % of MNIST for a LeNet after two short epochs, 61 % after two more, 71 % of
-CIFAR-10 for a ResNet-20."""
-
-
-def groups_for(num_actions: int, num_data: int, bytes_each: int) -> int:
-    """How many groups the first pass makes for so many actions."""
-    many = min(GROUPS_PER_ACTION * num_actions, MANY_GROUPS, MANY_BYTES // max(1, bytes_each))
-    return min(max(num_actions, many), num_data)
-
-
-@dataclass(eq=False)
-class Pass:
-    """One partition of the data, with q directions for each datum: q·B actions. Filled in place while data are swept.
-
-    The directions are scaled so that each action has unit noise, sᵀW⁺s = 1: a group of decided data then does not
-    vanish beside the others in rounding.
-    """
-
-    labels: Tensor  # the group of each datum (N,)
-    directions: Tensor  # u (q, N, C), float64
-    images: Tensor  # A (q·B, P)
-    swept: Tensor  # which data are in A already (N,)
-    checksums: Tensor  # A h for a fixed h, summed on the way (q·B,), float64: what A is compared with in the end
-    by_group: bool = False  # the data are visited group by group
-    num_kept: int | None = None  # how many combinations of the groups' actions are kept; None: each of them by itself
-
-    SUMS: ClassVar[tuple[str, ...]] = ("images", "checksums")
-    """What is summed over data. Of several processes each has its own part of it while a sweep goes on."""
-
-    @property
-    def num_groups(self) -> int:
-        return len(self.images) // len(self.directions)
-
-    @property
-    def is_complete(self) -> bool:
-        return bool(self.swept.all())
-
-    def counted(self) -> Tensor:  # (N,)
-        """Which data are in the posterior. Where they come group by group, those of whole groups: an unfinished sum may
-        say more about some input than the finished one, and the variance shall only fall."""
-        if not self.by_group:
-            return self.swept
-        unfinished = torch.zeros(self.num_groups, dtype=torch.bool, device=self.swept.device)
-        unfinished[self.labels[~self.swept]] = True
-        return ~unfinished[self.labels]
-
-    def add(self, rows: Tensor, gradients: Tensor, h: Tensor) -> None:
-        """Put the gradients of some data, (r, q, P), or (q, P) summed over one group, where they belong."""
-        images = self.images.view(len(self.directions), self.num_groups, -1)
-        checksums = self.checksums.view(len(self.directions), -1)
-        if gradients.ndim == 2:
-            images[:, self.labels[rows[0]]] += gradients
-            checksums[:, self.labels[rows[0]]] += gradients @ h
-        else:
-            images.index_add_(1, self.labels[rows], gradients.transpose(0, 1))
-            checksums.index_add_(1, self.labels[rows], (gradients @ h).T.double())
-        self.swept[rows] = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,7 +140,7 @@ class Clusters:
         weights, num_groups, num_kept = self.weights(), min(num_actions, len(self.outputs)), None
         decided = torch.zeros_like(weights, dtype=torch.bool)
         if not self.passes and num_actions < len(self.outputs):
-            decided = _least(weights)
+            decided = decided_data(weights)
             if is_whole:
                 bytes_each = len(directions) * num_params * like.element_size()
                 num_groups = groups_for(num_actions, len(self.outputs), bytes_each)
@@ -242,8 +180,8 @@ class Clusters:
         curved = torch.stack([self.curvature(u) for u in target.directions], 2)  # (N, C, q)
         target.by_group, h = data.can_jump(len(self.outputs)), checksum_vector(target.images)
         if target.by_group:
-            batches = _group_batches(target.labels, ~target.swept, data.batch_size)
-            mine = [_padded(rows, data.batch_size) for rows, is_mine in parallel.take_turns(batches) if is_mine]
+            batches = group_batches(target.labels, ~target.swept, data.batch_size)
+            mine = [padded(rows, data.batch_size) for rows, is_mine in parallel.take_turns(batches) if is_mine]
             visited = zip(mine, data.visit(mine), strict=True)
             for rows, is_mine in parallel.take_turns(batches):
                 if is_mine:
@@ -254,7 +192,7 @@ class Clusters:
                 target.swept[rows] = True
                 yield len(rows)
             return
-        for (rows, x), is_mine in parallel.take_turns(_missing_rows(data, target.swept)):
+        for (rows, x), is_mine in parallel.take_turns(missing_rows(data, target.swept)):
             size = max(1, chunk_bytes // (3 * curved.shape[2] * jacobian.num_params * target.images.element_size()))
             for part in torch.arange(len(rows), device=rows.device).split(size) if is_mine else ():
                 inputs = slice_rows(x, part, len(rows))
@@ -381,44 +319,3 @@ class Clusters:
             result += part[:, done.labels] * (share / size[done.labels].clamp_min(1e-300))
             start += done.num_groups
         return result
-
-
-def _least(weights: Tensor) -> Tensor:  # (N,)
-    """Which data are decided."""
-    ordered, order = weights.sort()
-    few = ordered.cumsum(0) < DECIDED * weights.sum()
-    decided = torch.zeros_like(few)
-    decided[order] = few & (ordered < UNDECIDED * weights.mean())
-    return decided
-
-
-def checksum_vector(images: Tensor) -> Tensor:  # (q·B, P) -> (P,)
-    """The h of the checksums: the same random numbers for every pass over the same weights."""
-    drawn = torch.randn(images.shape[1], generator=torch.Generator().manual_seed(0))
-    return drawn.to(images)
-
-
-def _group_batches(labels: Tensor, missing: Tensor, batch_size: int) -> list[Tensor]:
-    """The rows that are missing, group by group: a group in as few batches as it takes, of nearly the same size."""
-    rows = missing.nonzero()[:, 0]
-    rows = rows[labels[rows].argsort(stable=True)]
-    sizes = torch.bincount(labels[rows]).tolist() if len(rows) else []
-    groups = [whole for whole in rows.split(sizes) if len(whole)]
-    return [part for whole in groups for part in whole.tensor_split(-(-len(whole) // batch_size))]
-
-
-def _padded(rows: Tensor, batch_size: int) -> Tensor:
-    """Filled up with copies to a multiple of `PADDING`: convolutions are prepared anew for every size of a batch."""
-    size = max(len(rows), min(batch_size, -(-len(rows) // PADDING) * PADDING))
-    return torch.cat([rows, rows[:1].expand(size - len(rows))])
-
-
-def _missing_rows(data: FixedOrderData, swept: Tensor) -> Iterator[tuple[Tensor, Inputs]]:
-    """The rows not swept yet, in the order in which they come."""
-    start = 0
-    for x, _ in data.batches():
-        size = data.num_rows(x)
-        here = (~swept[start : start + size]).nonzero()[:, 0]
-        if len(here):
-            yield start + here, slice_rows(x, here, size)
-        start += size

@@ -26,6 +26,27 @@ ITERATIONS = 10
 SAMPLE, SAMPLE_PER_GROUP = 2**13, 16  # data that the centres are found on: 64 for each of 500 gave as good ones
 MAX_FEATURES = 128  # longer features are projected at random, which keeps their distances
 DISTANCE_ENTRIES = 2**22  # of the matrix of distances between data and centres, at once
+GROUPS_PER_ACTION, MANY_GROUPS, MANY_BYTES = 4, 384, 2**29  # more of them fill no batches, and no memory is asked for
+DECIDED, UNDECIDED = 0.01, 0.1
+"""Decided are the data with the least tr(W) that together hold 1 % of the curvature, if each has less than a tenth of
+the mean. What they would add to the contraction of the variance was at most 0.4 percentage points (digits, four
+networks, 20 and 100 actions). They are 25 % of MNIST for a LeNet after two short epochs, 61 % after two more, 71 % of
+CIFAR-10 for a ResNet-20."""
+
+
+def groups_for(num_actions: int, num_data: int, bytes_each: int) -> int:
+    """How many groups the first pass makes for so many actions."""
+    many = min(GROUPS_PER_ACTION * num_actions, MANY_GROUPS, MANY_BYTES // max(1, bytes_each))
+    return min(max(num_actions, many), num_data)
+
+
+def decided_data(weights: Tensor) -> Tensor:  # (N,)
+    """Which data are decided."""
+    ordered, order = weights.sort()
+    few = ordered.cumsum(0) < DECIDED * weights.sum()
+    decided = torch.zeros_like(few)
+    decided[order] = few & (ordered < UNDECIDED * weights.mean())
+    return decided
 
 
 def group(

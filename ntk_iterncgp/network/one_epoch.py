@@ -23,7 +23,7 @@ from ntk_iterncgp import parallel
 from ntk_iterncgp.checkpoint import UNSAVED, Call
 from ntk_iterncgp.data import Inputs
 from ntk_iterncgp.interrupt import Interrupt, interruptible
-from ntk_iterncgp.network.clusters import Clusters, Pass
+from ntk_iterncgp.network.clusters import Clusters
 from ntk_iterncgp.network.grouping import batch_features
 from ntk_iterncgp.network.linearised import (
     Budget,
@@ -33,6 +33,7 @@ from ntk_iterncgp.network.linearised import (
     advice_after,
     checked_targets,
 )
+from ntk_iterncgp.network.passes import Pass
 from ntk_iterncgp.network.progress import (
     Progress,
     Turn,

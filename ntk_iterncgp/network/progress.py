@@ -16,8 +16,9 @@ from torch import Tensor
 from ntk_iterncgp.checkpoint import Call, unusable
 from ntk_iterncgp.data import FixedOrderData, Inputs
 from ntk_iterncgp.digests import digest_rows
-from ntk_iterncgp.network.clusters import Clusters, Pass
+from ntk_iterncgp.network.clusters import Clusters
 from ntk_iterncgp.network.linearised import LinearisedNetwork, checked_targets
+from ntk_iterncgp.network.passes import Pass
 from ntk_iterncgp.solver.report import Record, from_table, to_table
 
 

@@ -26,8 +26,9 @@ from torch import Tensor
 
 from ntk_iterncgp import parallel
 from ntk_iterncgp.data import Inputs, slice_rows
-from ntk_iterncgp.network.clusters import Clusters, Pass, checksum_vector
+from ntk_iterncgp.network.clusters import Clusters
 from ntk_iterncgp.network.linearised import LinearisedNetwork, NetworkSettings
+from ntk_iterncgp.network.passes import Pass, checksum_vector
 from ntk_iterncgp.priors.jacobian import Rows
 from ntk_iterncgp.self_check import ELSEWHERE, MIN_DATA, ROWS, SelfCheckError, refusal
 from ntk_iterncgp.weight_check import network_rounding
