@@ -44,7 +44,7 @@ from ntk_iterncgp import parallel
 from ntk_iterncgp.data import FixedOrderData, Inputs, slice_rows
 from ntk_iterncgp.likelihoods import Likelihood
 from ntk_iterncgp.network.grouping import group
-from ntk_iterncgp.network.independence import block_matrix, independent_columns
+from ntk_iterncgp.network.independence import best_combinations, block_matrix, independent_columns
 from ntk_iterncgp.priors.jacobian import NetworkJacobian
 from ntk_iterncgp.priors.ntk import curvature_traces
 from ntk_iterncgp.weight_posterior import inner_products
@@ -344,41 +344,31 @@ class Clusters:
         swept = [int(done.swept.sum()) for done in self.passes]
         if self.latest is None or self.latest.swept != swept:
             gram, images = self.noise_gram(), [done.images for done in self.passes]
-            of_groups = gram.split([len(done.images) for done in self.passes], 1) if self.passes else ()
-            parts = [self._best(i, block) for i, block in enumerate(of_groups)]
+            blocks: list[Tensor] = []
             combinations = None
-            if any(part is not None for part in parts):
-                for i, part in enumerate(parts):
-                    if part is not None:
-                        images[i] = part.T.to(images[i].dtype) @ images[i]
-                combinations = torch.block_diag(
-                    *(
-                        torch.eye(len(a), dtype=gram.dtype, device=gram.device) if q is None else q
-                        for q, a in zip(parts, images, strict=True)
-                    )
-                )
+            for i, done in enumerate(self.passes):
+                start = sum(map(len, blocks))
+                own = gram[start : start + len(done.images), start : start + len(done.images)]
+                best = self._best(i, own)
+                blocks.append(torch.eye(len(own), dtype=gram.dtype, device=gram.device) if best is None else best)
+                if best is not None:
+                    images[i] = best.T.to(images[i].dtype) @ images[i]
+            if any(len(block.T) < len(block) for block in blocks):
+                combinations = torch.block_diag(*blocks)
                 gram = combinations.T @ gram @ combinations
             kept = independent_columns(gram)
             self.latest = Actions(swept, combinations, images, gram[kept][:, kept], kept)
         return self.latest
 
-    def _best(self, index: int, columns: Tensor) -> Tensor | None:  # R (all groups, B_i) -> (B_i, num_kept)
-        """The combinations of the actions of one pass, with unit noise, that contract the variance of the weights most:
-        for one prior precision of all weights the same ones, whatever it is. None: the groups' own; also on the way."""
+    def _best(self, index: int, noise: Tensor) -> Tensor | None:  # R (B_i, B_i) -> (B_i, num_kept)
+        """What to keep of one pass; None: the actions of its groups, as also while they are swept."""
         done = self.passes[index]
-        start = sum(len(earlier.images) for earlier in self.passes[:index])
-        noise = columns[start : start + len(done.images)]
-        there = independent_columns(noise)
-        if done.num_kept is None or len(there) <= done.num_kept or not done.is_complete:
+        if done.num_kept is None or not done.is_complete:
             return None
-        gram = self._gram()[start : start + len(noise), start : start + len(noise)][there][:, there]
-        lower = torch.linalg.cholesky(noise[there][:, there])
-        half = torch.linalg.solve_triangular(lower, gram, upper=False)
-        whitened = torch.linalg.solve_triangular(lower, half.T, upper=False)
-        vectors = torch.linalg.eigh(0.5 * (whitened + whitened.T)).eigenvectors[:, -done.num_kept :]
-        combined = noise.new_zeros(len(noise), done.num_kept)
-        combined[there] = torch.linalg.solve_triangular(lower.T, vectors, upper=True)
-        return combined
+        if (index, index) not in self.gram_blocks:
+            images = done.images.T
+            self.gram_blocks[index, index] = inner_products(images, images)
+        return best_combinations(noise, self.gram_blocks[index, index], done.num_kept)
 
     def spread(self, contributions: Tensor) -> Tensor:  # (b, all groups) -> (b, N)
         """What belongs to groups, given to their data in proportion to uᵀWu, of which each action has 1 in all."""

@@ -1,4 +1,5 @@
-"""Gram matrices of actions from many passes: put together from blocks, and which actions are independent in them."""
+"""Gram matrices of actions from many passes: put together from blocks, which actions are independent in them, and which
+combinations of them are the best."""
 
 from __future__ import annotations
 
@@ -43,6 +44,21 @@ def independent_columns(gram: Tensor) -> Tensor:  # (B, B) -> (B',)
         )
         kept = torch.cat([kept, block[new]])
     return there[kept]
+
+
+def best_combinations(noise: Tensor, gram: Tensor, number: int) -> Tensor | None:  # R, AᵀA (B, B) -> (B, number)
+    """Those with unit noise that contract the variance of the weights most: for one prior precision of all weights the
+    same ones, whatever it is. None where there are no more than `number` independent actions."""
+    there = independent_columns(noise)
+    if len(there) <= number:
+        return None
+    lower = torch.linalg.cholesky(noise[there][:, there])
+    half = torch.linalg.solve_triangular(lower, gram[there][:, there], upper=False)
+    whitened = torch.linalg.solve_triangular(lower, half.T, upper=False)
+    vectors = torch.linalg.eigh(0.5 * (whitened + whitened.T)).eigenvectors[:, -number:]
+    combinations = noise.new_zeros(len(noise), number)
+    combinations[there] = torch.linalg.solve_triangular(lower.T, vectors, upper=True)
+    return combinations
 
 
 def _pivots(matrix: Tensor) -> tuple[Tensor, Tensor]:  # (b, b) -> (k,), (k, k)
