@@ -1,6 +1,7 @@
 """Files from anywhere: what is damaged or hostile is refused in a sentence of ours, and what is kept loads for good.
 
-The kept files were written by `ntk-iterncgp fit` on sixty points in three classes with `mlp` of width 4 and depth 1.
+Of the kept files `posterior-1` and `-2` were written by `ntk-iterncgp fit` on sixty points in three classes with `mlp`
+of width 4 and depth 1, the others by `kept_runs.py`.
 """
 
 import copy
@@ -9,6 +10,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import struct
 import sys
 import time
@@ -23,10 +25,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ntk_iterncgp import Checkpoint, files
+from ntk_iterncgp import Checkpoint, checkpoint, files
 from ntk_iterncgp.config import ConfigError
 from ntk_iterncgp.files import FileError, load_posterior, write_tensors
 from ntk_iterncgp.runs.predict import columns_of, restore
+from tests import kept_runs
 from tests.checkpoint_helpers import Killed, Run, checkpoint_in, die_at_save, net_run, small_net
 
 KEPT = Path(__file__).parent / "kept"
@@ -70,6 +73,45 @@ def test_posteriors_of_every_version_so_far_predict_as_they_did(version: int) ->
     expected = [[0.309194, 0.314823, 0.375984], [0.3554, 0.328718, 0.315882], [0.160323, 0.294135, 0.545543]]
     assert torch.allclose(found["probabilities"], torch.tensor(expected, dtype=torch.float64), atol=1e-5)
     assert torch.allclose(found["variance"], torch.tensor([4.06329, 3.71245, 13.6082], dtype=torch.float64), rtol=1e-4)
+
+
+def test_posteriors_of_kernels_predict_as_they_did() -> None:
+    def found(task: str) -> dict[str, Tensor]:
+        restored = restore(KEPT / f"posterior-kernel-{task}-2.safetensors", CPU)
+        return columns_of(restored, restored.scaling.apply(kept_runs.NEW.float()), "accurate")
+
+    classes, targets = found("classification"), found("regression")
+    expected = [[0.346428, 0.362816, 0.290757], [0.369686, 0.363233, 0.267081], [0.334924, 0.334213, 0.330863]]
+    assert torch.allclose(classes["probabilities"].double(), torch.tensor(expected).double(), atol=1e-4)
+    for column, numbers in (
+        (classes["variance"], [86.443589, 57.169371, 95.995398]),
+        (targets["mean"], [-0.066098, 0.296017, -0.099445]),
+        (targets["std"], [7.005071, 5.38063, 7.073242]),
+    ):
+        assert torch.allclose(column.double(), torch.tensor(numbers).double(), rtol=1e-3)
+
+
+MOMENTS = {
+    "network": (
+        [[0.0561607, 0.1585835, -1.1729978], [-0.0417014, -0.1253313, -0.6901358], [-1.1181554, 1.5875405, -1.4074544]],
+        [4.4900889, 5.4083194, 9.8888499],
+    ),
+    "kernel": (
+        [[0.1206851, 0.1343812, -0.2550663], [0.3836171, 0.0308962, -0.4145133], [0.003787, -7.5e-05, -0.003712]],
+        [5.679181, 3.671004, 5.9999484],
+    ),
+}
+
+
+@pytest.mark.parametrize("version", range(1, checkpoint.VERSION + 1))
+@pytest.mark.parametrize("name", kept_runs.CHECKPOINTS)
+def test_checkpoints_of_every_version_so_far_are_gone_on_with(name: str, version: int, tmp_path: Path) -> None:
+    said: list[str] = []
+    shutil.copy(KEPT / f"checkpoint-{name}-{version}.safetensors", tmp_path / "0-fit.a.safetensors")
+    found = kept_runs.CHECKPOINTS[name](checkpoint_in(tmp_path, said))
+    assert said == [f"Going on with 'fit' in '{tmp_path}' from where it was saved."]
+    for numbers, expected in zip(found, MOMENTS[name], strict=True):
+        assert torch.allclose(numbers, torch.tensor(expected, dtype=torch.float64), atol=1e-6)
 
 
 def test_a_file_of_a_newer_version_is_refused_with_what_to_do(tmp_path: Path) -> None:

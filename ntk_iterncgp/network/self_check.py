@@ -127,7 +127,7 @@ def _has_unit_noise(clusters: Clusters, done: Pass) -> bool:
 
 def _gram_is_right(clusters: Clusters) -> bool:
     """Of the passes whose blocks are kept, all at once: two products with their images."""
-    images = [done.images for i, done in enumerate(clusters.passes) if (i, i) in clusters.gram_blocks]
+    images = [done.images for done in clusters.passes[: _num_known(clusters.gram_blocks)]]
     z = _signs(images)
     lengths = [torch.linalg.vector_norm(block, dim=1).double() for block in images]
     products = [block.T @ part.to(block.dtype) for block, part in zip(images, z, strict=True)]
@@ -141,8 +141,7 @@ def _gram_is_right(clusters: Clusters) -> bool:
 
 def _noise_is_right(clusters: Clusters) -> bool:
     """The same with directions, and one product with W. Of decided data W is known to eps alone."""
-    parts = [(done, u) for done in clusters.passes for u in done.directions]
-    parts = [part for i, part in enumerate(parts) if (i, i) in clusters.noise_blocks]
+    parts = [(done, u) for done in clusters.passes for u in done.directions][: _num_known(clusters.noise_blocks)]
     z = _signs([done.checksums[: done.num_groups] for done, _ in parts])
     if not parts:
         return True
@@ -156,6 +155,14 @@ def _noise_is_right(clusters: Clusters) -> bool:
         if not bool((off.abs() <= 1e-9 * sum(map(len, z)) + 16 * eps * size).all()):
             return False
     return True
+
+
+def _num_known(blocks: dict[tuple[int, int], Tensor]) -> int:
+    """For how many, from the first, all blocks between them are there."""
+    number = 0
+    while all((number, j) in blocks for j in range(number + 1)):
+        number += 1
+    return number
 
 
 def _signs(like: list[Tensor]) -> list[Tensor]:  # (B, …) each -> (B,) each
