@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ntk_iterncgp import NonConjugateGP, cli, datasets, demo, files, kernels, likelihoods, models
-from ntk_iterncgp.config import ConfigError, DataConfig, load
+from ntk_iterncgp.config import ConfigError, DataConfig, ModelConfig, load
 from ntk_iterncgp.evaluation.links import class_probabilities
 from ntk_iterncgp.runs.predict import restore
 from ntk_iterncgp.runs.predictor import KernelPredictor
@@ -36,7 +36,6 @@ SMALL = [
     "fit.num_actions=6",
     "evaluate.link_samples=64",
     "evaluate.bootstrap=200",
-    "tuning.validation_size=60",
 ]
 
 
@@ -240,6 +239,15 @@ def test_a_kernel_takes_the_place_of_the_network(tmp_path: Path) -> None:
     assert np.mean(right) == pytest.approx(results["methods"][2]["accuracy"])
 
 
+def test_hyperparameters_may_be_chosen_on_half_of_the_test_set(tmp_path: Path) -> None:
+    (tmp_path / "gp.yaml").write_text("kernel: {name: Matern52, max_products: 4}\ntuning: validation\n")
+    small = [*(s for s in SMALL if s.startswith("data.")), "evaluate.link_samples=64"]
+    assert cli.main(["evaluate", str(tmp_path / "gp.yaml"), *sets(small), "--output-dir", str(tmp_path / "out")]) == 0
+    results = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))
+    assert results["num_scored"] == 60 and results["config"]["tuning"]["protocol"] == "validation"
+    assert all(len(method["hyperparameters"]) == 1 for method in results["methods"])
+
+
 def test_a_checkpoint_that_is_newer_than_the_posterior_is_fitted_again(tmp_path: Path) -> None:
     torch.manual_seed(0)
     checkpoint, config = tmp_path / "net.safetensors", tmp_path / "own.yaml"
@@ -373,6 +381,18 @@ def test_folders_of_images_are_data_and_single_images_are_inputs(tmp_path: Path)
         datasets.inputs_for(tmp_path / "test", data.scaling, data.input_shape)
 
 
+def test_a_test_folder_has_the_labels_of_the_training_folder(tmp_path: Path) -> None:
+    for folder in ("train/cat", "train/dog", "test/dog", "other/dog", "other/eel"):
+        (tmp_path / folder).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / folder / "0.png")
+    config = DataConfig(name="image_folder", train=str(tmp_path / "train"), test=str(tmp_path / "test"), image_size=8)
+    data = datasets.load(config, seed=0)
+    assert data.class_names == ("cat", "dog") and datasets.labels_of(data.test).tolist() == [1]
+    assert data.test[0][1] == 1
+    with pytest.raises(ConfigError, match=r"called like those in data\.train, but .*other' has eel besides"):
+        datasets.load(replace(config, test=str(tmp_path / "other")), seed=0)
+
+
 REAL = os.environ.get("NTK_ITERNCGP_DATA")
 
 
@@ -398,6 +418,15 @@ def test_the_built_in_networks_have_the_sizes_they_say() -> None:
     assert models.build("lenet", 10, (1, 28, 28))(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
     assert models.build("mlp", 3, (7,), {"width": 5})(torch.zeros(2, 7)).shape == (2, 3)
     assert models.build("resnet18", 4, (3, 64, 64))(torch.zeros(1, 3, 64, 64)).shape == (1, 4)
+
+
+def test_a_network_with_auxiliary_outputs_is_trained_by_its_own() -> None:
+    torch.manual_seed(0)
+    model = models.build("googlenet", 2, (3, 32, 32), {"init_weights": False})
+    data = torch.utils.data.TensorDataset(torch.randn(4, 3, 32, 32), torch.arange(4) % 2)
+    settings = ModelConfig(train_epochs=1, train_batch_size=4)
+    share = models.train(model, data, settings, task="classification", seed=0, device=torch.device("cpu"))
+    assert 0 <= share <= 1 and model(data.tensors[0]).shape == (4, 2)
 
 
 def test_one_number_that_was_expanded_is_saved_like_any_other(tmp_path: Path) -> None:
