@@ -168,8 +168,11 @@ def test_no_fold_is_scored_with_what_it_was_tuned_on() -> None:
     assert len(tune) == 3 and sorted([*tune.tolist(), *score.tolist()]) == list(range(11))
     ((tune, score),) = folds("none", 11, validation_size=3, seed=0)
     assert len(tune) == 0 and len(score) == 11
-    with pytest.raises(ValueError, match="fewer inputs than the 3 of the test set"):
-        folds("validation", 3, validation_size=3, seed=0)
+    assert [len(folds("validation", n, validation_size=None, seed=0)[0][0]) for n in (450, 5000)] == [225, 1000]
+    with pytest.raises(ValueError, match="at least two inputs fewer than the 3 of the test set, but got 2"):
+        folds("validation", 3, validation_size=2, seed=0)
+    with pytest.raises(ValueError, match="at least two test inputs, but got 1"):
+        folds("crossfit", 1, validation_size=None, seed=0)
 
 
 def test_crossfitting_finds_the_best_temperature_of_each_half() -> None:

@@ -20,7 +20,7 @@ from ntk_iterncgp.config import EvaluateConfig, RunConfig
 from ntk_iterncgp.data import evaluating
 from ntk_iterncgp.datasets import Data
 from ntk_iterncgp.evaluation.baselines import BASELINES, Baseline, Unavailable
-from ntk_iterncgp.evaluation.crossfit import Fold, Tuned, crossfit, folds, nll_of
+from ntk_iterncgp.evaluation.crossfit import Fold, Tuned, crossfit, folds_of, nll_of
 from ntk_iterncgp.evaluation.families import Family, Latent, Ours, Tempered
 from ntk_iterncgp.evaluation.links import entropy
 from ntk_iterncgp.evaluation.metrics import ClassificationMetrics, classification_metrics
@@ -162,8 +162,7 @@ def compare_families(
 ) -> Comparison:
     """Tune, score and compare; `families` see the inputs of all sets, one after the other."""
     labels = labels.cpu()
-    tuning, settings = config.tuning, config.evaluate
-    all_folds = folds(tuning.protocol, len(labels), validation_size=tuning.validation_size, seed=config.seed)
+    settings, all_folds = config.evaluate, folds_of(config, len(labels))
     others = _other_folds(sizes, len(all_folds))
     results = []
     for name, family in families.items():

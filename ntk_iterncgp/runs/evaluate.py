@@ -18,6 +18,7 @@ from ntk_iterncgp.config import RunConfig, as_plain
 from ntk_iterncgp.datasets import labels_of
 from ntk_iterncgp.evaluation import figures, regression_report, report
 from ntk_iterncgp.evaluation.compare import Comparison, Stopwatch, compare_families, compare_network
+from ntk_iterncgp.evaluation.crossfit import folds_of
 from ntk_iterncgp.evaluation.families import Family, Tabulated, Tempered
 from ntk_iterncgp.evaluation.html import Page, cost_note, cost_table, write_report
 from ntk_iterncgp.evaluation.pictures import cards
@@ -39,6 +40,7 @@ def evaluate(
     """The whole command: prints a table, writes `report.html`, `results.json` and `table.txt`."""
     check_keywords(config)
     setting = prepare(config, command)
+    folds_of(config, len(labels_of(setting.data.test)))  # too few inputs to tune on are found before the fit
     fitted = saved_fit(setting)
     if fitted is None:
         with setting.saved_as_it_goes():

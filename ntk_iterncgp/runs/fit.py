@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ntk_iterncgp import parallel
-from ntk_iterncgp.config import ConfigError, RunConfig, as_plain
+from ntk_iterncgp.config import RunConfig, as_plain
 from ntk_iterncgp.files import load_posterior, save_posterior, write_json
 from ntk_iterncgp.runs.flavour import check_keywords, make_flavour
 from ntk_iterncgp.runs.kernel import fit_gp
@@ -23,6 +23,7 @@ from ntk_iterncgp.runs.predict import restore
 from ntk_iterncgp.runs.predictor import KernelPredictor, NetworkPredictor, Predictor
 from ntk_iterncgp.runs.prepare import Setting, chosen_device, find_checkpoint, prepare, prepare_model
 from ntk_iterncgp.runs.tune import tune
+from ntk_iterncgp.settings import own_sentences
 
 POSTERIOR = "posterior.safetensors"
 
@@ -70,21 +71,13 @@ def fit_network(setting: Setting, model: nn.Module) -> Any:
     config, log = setting.config, setting.log
     loader = DataLoader(setting.data.train, config.data.batch_size)
     la = make_flavour(config, model)
-    try:
-        if hasattr(la, "estimate_cost"):
-            log(str(la.estimate_cost(loader)))
+    with own_sentences(), warnings.catch_warnings():
+        log(str(la.estimate_cost(loader)))
         log(f"Fitting: {type(la).__name__} from {len(setting.data.train):,} data")  # type: ignore[arg-type]
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*nterrupt")  # said by the exit code
-            la.fit(loader, progress_bar=True, checkpoint=setting.checkpoint)
-            if config.fit.refine_epochs is not None and la.report_.status != "interrupted":
-                if not hasattr(la, "refine"):
-                    raise ConfigError("fit.refine_epochs expects a flavour that can be refined; leave it null.")
-                la.refine(loader, epochs=config.fit.refine_epochs, checkpoint=setting.checkpoint)
-    except ConfigError:
-        raise
-    except ValueError as error:  # the flavour's own sentences, about data and models
-        raise ConfigError(str(error)) from error
+        warnings.filterwarnings("ignore", message=".*nterrupt")  # said by the exit code
+        la.fit(loader, progress_bar=True, checkpoint=setting.checkpoint)
+        if config.fit.refine_epochs is not None and la.report_.status != "interrupted":
+            la.refine(loader, epochs=config.fit.refine_epochs, checkpoint=setting.checkpoint)
     if la.report_.status == "interrupted":
         raise KeyboardInterrupt
     log(str(la.report_))

@@ -14,10 +14,12 @@ from torch.utils.data import DataLoader
 
 from ntk_iterncgp import datasets, models, parallel
 from ntk_iterncgp.checkpoint import Checkpoint, open_call
-from ntk_iterncgp.config import ConfigError, RunConfig, as_plain, as_yaml, prepare_output_dir
+from ntk_iterncgp.config import ConfigError, RunConfig, as_plain, as_yaml, flat, prepare_output_dir
 from ntk_iterncgp.data import FixedOrderData
 from ntk_iterncgp.files import write_atomically, write_text
 from ntk_iterncgp.network.progress import data_digests
+from ntk_iterncgp.priors.jacobian import as_outputs
+from ntk_iterncgp.runs.flavour import make_flavour
 
 MOST_HELD_OUT = 1000
 
@@ -107,9 +109,9 @@ def prepare_model(setting: Setting) -> nn.Module:
         path = find_checkpoint(config)
         models.load_checkpoint(model, path, config.model.name)
         log(f"Model: {config.model.name}, {num_weights(model):,} weights from {path.name}")
-        check_outputs(model, setting)
+        check_model(model, setting)
         return model
-    check_outputs(model, setting)
+    check_model(model, setting)
     if not is_trained_here(config):
         log(f"Model: {config.model.name}, {num_weights(model):,} weights as they come")
         return model
@@ -135,7 +137,8 @@ def _trained(model: nn.Module, setting: Setting) -> float:
     """
     config, data = setting.config, setting.data
     plain = as_plain(config)
-    settings = {"data": plain["data"], "model": plain["model"], "seed": config.seed, "device": setting.device.type}
+    settings = dict(flat({"data": plain["data"], "model": plain["model"]}))  # one by one: what differs is named
+    settings |= {"seed": config.seed, "device": setting.device.type}
     call = open_call(setting.checkpoint, "train", lambda: (settings, {}))
     digests = None
     if call.is_kept:
@@ -148,7 +151,8 @@ def _trained(model: nn.Module, setting: Setting) -> float:
         return float(call.saved["fit"])
     fit = 0.0
     if parallel.is_main():
-        fit = models.train(model, data.train, config.model, task=data.task, seed=config.seed, device=setting.device)
+        with models.foreign(f"'{config.model.name}' cannot be trained on these data"):
+            fit = models.train(model, data.train, config.model, task=data.task, seed=config.seed, device=setting.device)
     parallel.same_model(model.eval())
     found = {"weights": model.state_dict(), "random": torch.get_rng_state(), "fit": fit, "data": digests}
     call.end(lambda: found)
@@ -162,18 +166,11 @@ def find_checkpoint(config: RunConfig) -> Path:
     return under_root if not path.exists() and under_root.exists() else path
 
 
-def check_outputs(model: nn.Module, setting: Setting) -> None:
-    """One output for each class, or one for the target."""
-    x = setting.data.train[0][0][None].to(setting.device)
-    try:
-        with torch.no_grad():
-            outputs = model(x)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"'{setting.config.model.name}' does not take inputs of shape {setting.data.input_shape} "
-            f"({str(error).partition(chr(10))[0][:120]}). Choose another model or other data."
-        ) from error
-    found, wanted = outputs.shape[-1], setting.data.num_outputs
+def check_model(model: nn.Module, setting: Setting) -> None:
+    """One output for each class, or one for the target; and a flavour can be made of it, before it is trained."""
+    x, name = setting.data.train[0][0][None].to(setting.device), setting.config.model.name
+    with models.foreign(f"'{name}' cannot be used with inputs of shape {setting.data.input_shape}"), torch.no_grad():
+        found, wanted = as_outputs(model(x)).shape[1], setting.data.num_outputs
     of_arrays = setting.config.data.name == "arrays" and setting.data.task == "classification"
     if found < wanted or (found > wanted and not of_arrays):  # the highest classes may be missing from a sample
         each = "one for each class of the data" if setting.data.task == "classification" else "for the target"
@@ -181,6 +178,7 @@ def check_outputs(model: nn.Module, setting: Setting) -> None:
             f"The model is expected to have {wanted} outputs, {each}, but has {found}. Check data.name, data.task, "
             "model.checkpoint and model.arguments."
         )
+    make_flavour(setting.config, model)
 
 
 def chosen_device(name: str) -> torch.device:

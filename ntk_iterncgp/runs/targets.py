@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from ntk_iterncgp.datasets import labels_of
 from ntk_iterncgp.evaluation.baselines import rows_of
 from ntk_iterncgp.evaluation.compare import Stopwatch, precision_grid
-from ntk_iterncgp.evaluation.crossfit import folds
+from ntk_iterncgp.evaluation.crossfit import folds_of
 from ntk_iterncgp.evaluation.regression import (
     Fixed,
     GaussianFamily,
@@ -49,7 +49,7 @@ def compare_targets(setting: Setting, predictor: Predictor, model: nn.Module | N
     return compare(
         {name: family for name, family in families.items() if name in wanted},
         targets,
-        folds(config.tuning.protocol, len(targets), validation_size=config.tuning.validation_size, seed=config.seed),
+        folds_of(config, len(targets)),
         start=start,
         units=Units(scaling.mean[0], scaling.std[0]),
         seconds={name: (seconds.get(f"fit {name}", 0.0), seconds.get(f"see {name}", 0.0)) for name in families},
