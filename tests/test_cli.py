@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.error import URLError
 
@@ -352,6 +352,23 @@ def test_what_a_killed_run_left_is_not_taken_by_another_run(
     last, name = error.splitlines()[-1], setting.rpartition(".")[2]
     assert code == 2 and "is expected to be of this run, but" in last and "Traceback" not in error
     assert name in last and f"and here it is {value}" in last
+    assert not list((tmp_path / "out").glob("*posterior*"))
+
+
+def test_interrupting_a_search_for_hyperparameters_gives_130_and_says_what_was_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(state: object, *settings: object) -> Iterator[object]:
+        yield state
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ntk_iterncgp.gp.newton", interrupted)
+    (tmp_path / "empty.yaml").touch()
+    settings = ("data.train_limit=40", "kernel.name=RBF", "kernel.optimize_steps=9", "kernel.refine_products=3")
+    code, error = outcome([*fit(*settings), "--output-dir", "out"], capsys)
+    assert code == 130 and error.endswith("\nntk-iterncgp: interrupted.\n") and "Traceback" not in error
+    log = (tmp_path / "out" / "run.log").read_text(encoding="utf-8")
+    assert "Hyperparameters: RBF" in log and "interrupted: ELBO" in log and "in 1 fit," in log
     assert not list((tmp_path / "out").glob("*posterior*"))
 
 

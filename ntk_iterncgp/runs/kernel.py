@@ -46,6 +46,8 @@ def fit_gp(setting: Setting) -> NonConjugateGP:
         if config.kernel.optimize_steps:
             gp.optimize(X, y, max_steps=config.kernel.optimize_steps, progress_bar=True)
             setting.log(f"Hyperparameters: {gp.kernels[0]!r}, {gp.likelihood!r}; {gp.optimization_}")
+            if gp.optimization_ is not None and gp.optimization_.status == "interrupted":
+                raise KeyboardInterrupt
         else:
             gp.fit(X, y, progress_bar=True, checkpoint=setting.checkpoint)
         if config.kernel.refine_products and gp.report_.status != "interrupted":
