@@ -2,6 +2,7 @@
 
 import base64
 import csv
+import importlib
 import json
 import os
 import re
@@ -76,6 +77,34 @@ def test_the_resolved_settings_repeat_the_run(run: Path) -> None:
     config = load(run / "config.yaml")
     assert config.data.train_limit == 300 and config.data.ood == ("rotated", "noise")
     assert config.output_dir == str(run)
+
+
+def test_a_run_that_fails_leaves_the_settings_of_the_results_that_lie_there(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*arguments: object, **settings: object) -> None:
+        raise KeyboardInterrupt
+
+    folder = tmp_path / "out"
+    shutil.copytree(run, folder)
+    (tmp_path / "small.yaml").touch()
+    other = [str(tmp_path / "small.yaml"), *sets([*SMALL, "fit.num_actions=3"]), "--output-dir", str(folder)]
+
+    def replaced() -> list[str]:
+        return [
+            p.name for p in sorted(folder.iterdir()) if p.is_file() and p.read_bytes() != (run / p.name).read_bytes()
+        ]
+
+    evaluation = importlib.import_module("ntk_iterncgp.runs.evaluate")
+    with monkeypatch.context() as patch:
+        patch.setattr(models, "train", interrupt)
+        assert cli.main(["fit", *other]) == 130 and replaced() == ["run.log"]
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "compare_network", interrupt)
+        assert cli.main(["evaluate", *other]) == 130
+    assert replaced() == ["posterior.json", "posterior.safetensors", "run.log"]  # which say what they were fitted with
+    assert cli.main(["fit", *other]) == 0
+    assert load(folder / "config.yaml").fit.num_actions == 3
 
 
 def test_the_posterior_file_predicts_as_the_posterior_does(run: Path, tmp_path: Path) -> None:
@@ -446,4 +475,6 @@ def test_a_file_that_could_not_be_finished_leaves_the_old_one(tmp_path: Path) ->
 
     with pytest.raises(OSError, match="disk full"):
         files.write_atomically(target, fail)
+    with pytest.raises(OSError, match="disk full"):  # nor is one of several replaced
+        files.write_together({target: files.text_writer("new"), tmp_path / "report.html": fail})
     assert target.read_text() == "old" and list(tmp_path.iterdir()) == [target]

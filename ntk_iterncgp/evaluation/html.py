@@ -10,12 +10,10 @@ import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 from typing import Any
 
 from ntk_iterncgp.config import RunConfig, as_yaml
 from ntk_iterncgp.evaluation.tables import Column, Table
-from ntk_iterncgp.files import write_text
 
 STYLE = """
 :root { color-scheme: light; --ink: #1b1f24; --soft: #59636e; --line: #d8dee4; --ours: #0072b2; --tint: #eef6fb; }
@@ -79,7 +77,7 @@ class Page:
     cost_note: str
 
 
-def write_report(path: Path, page: Page, config: RunConfig) -> None:
+def as_html(page: Page, config: RunConfig) -> str:
     missing = [f"{escape(label)}: not available here. {escape(why)}" for label, why in page.results.missing.items()]
     columns = [*page.results.columns, *(page.others.columns if page.others else [])]
     meanings = "".join(f"<dt>{escape(c.heading)}</dt><dd>{escape(c.sentence)}</dd>" for c in columns)
@@ -104,7 +102,7 @@ def write_report(path: Path, page: Page, config: RunConfig) -> None:
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(page.title)}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head>'
     )
-    write_text(path, f"{head}<body>\n" + "\n".join(body) + "\n</body></html>\n")
+    return f"{head}<body>\n" + "\n".join(body) + "\n</body></html>\n"
 
 
 def _figure(title: str, sentence: str, svg: str) -> str:

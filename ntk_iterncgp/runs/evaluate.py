@@ -20,11 +20,11 @@ from ntk_iterncgp.evaluation import figures, regression_report, report
 from ntk_iterncgp.evaluation.compare import Comparison, Stopwatch, compare_families, compare_network
 from ntk_iterncgp.evaluation.crossfit import folds_of
 from ntk_iterncgp.evaluation.families import Family, Tabulated, Tempered
-from ntk_iterncgp.evaluation.html import Page, cost_note, cost_table, write_report
+from ntk_iterncgp.evaluation.html import Page, as_html, cost_note, cost_table
 from ntk_iterncgp.evaluation.pictures import cards
 from ntk_iterncgp.evaluation.regression import RegressionComparison
-from ntk_iterncgp.files import write_json, write_text
-from ntk_iterncgp.runs.fit import Fitted, fitted_to, save, saved_fit
+from ntk_iterncgp.files import as_json, text_writer, write_together
+from ntk_iterncgp.runs.fit import RESULTS, Fitted, fitted_to, save, saved_fit
 from ntk_iterncgp.runs.flavour import check_keywords
 from ntk_iterncgp.runs.kernel import flat_inputs
 from ntk_iterncgp.runs.predictor import KernelPredictor, NetworkPredictor
@@ -113,10 +113,10 @@ def _finish(
     for sentence in page.verdict:
         log(sentence)
     tables = [page.results.text(), *([page.others.text()] if page.others else [])]
-    write_text(folder / "table.txt", "\n\n".join(tables) + "\n")
     content = {"config": as_plain(config), "about": about, "fit": fitted.report, **numbers, "cost": _cost(setting)}
-    write_json(folder / "results.json", content)
-    write_report(folder / "report.html", page, config)
+    texts = {"table.txt": "\n\n".join(tables) + "\n", RESULTS: as_json(content), "report.html": as_html(page, config)}
+    files = {folder / name: text for name, text in texts.items()} | setting.resolved()
+    write_together({path: text_writer(text) for path, text in files.items()})
     log(f"\nReport:  {folder / 'report.html'}\nNumbers: {folder / 'results.json'}\nTook {log.seconds:.0f} s.")
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from ntk_iterncgp import parallel
 from ntk_iterncgp.config import RunConfig, as_plain
-from ntk_iterncgp.files import load_posterior, save_posterior, write_json
+from ntk_iterncgp.files import as_json, load_posterior, save_posterior
 from ntk_iterncgp.runs.flavour import check_keywords, make_flavour
 from ntk_iterncgp.runs.kernel import fit_gp
 from ntk_iterncgp.runs.predict import restore
@@ -25,7 +25,7 @@ from ntk_iterncgp.runs.prepare import Setting, chosen_device, find_checkpoint, p
 from ntk_iterncgp.runs.tune import tune
 from ntk_iterncgp.settings import own_sentences
 
-POSTERIOR = "posterior.safetensors"
+POSTERIOR, RESULTS = "posterior.safetensors", "results.json"
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +85,10 @@ def fit_network(setting: Setting, model: nn.Module) -> Any:
 
 
 def save(setting: Setting, fitted: Fitted) -> Path:
-    """The posterior file, and the same in small for people to read."""
+    """The posterior file, the same in small for people to read, and the settings.
+
+    Where an evaluation lies there, its settings stay beside it until the next one is complete.
+    """
     data, path = setting.data, setting.folder / POSTERIOR
     about = {
         "config": as_plain(setting.config),
@@ -97,9 +100,12 @@ def save(setting: Setting, fitted: Fitted) -> Path:
         "num_data": len(data.train),  # type: ignore[arg-type]
         "report": fitted.report,
     }
-    save_posterior(path, fitted.predictor.state(), {} if fitted.model is None else fitted.model.state_dict(), about)
     short = {key: value for key, value in fitted.report.items() if key != "history"}
-    write_json(setting.folder / "posterior.json", {**about, "report": short})
+    beside = {setting.folder / "posterior.json": as_json({**about, "report": short})}
+    if setting.command == "fit" or not (setting.folder / RESULTS).exists():
+        beside |= setting.resolved()
+    weights = {} if fitted.model is None else fitted.model.state_dict()
+    save_posterior(path, fitted.predictor.state(), weights, about, beside=beside)
     return path
 
 

@@ -16,7 +16,7 @@ from ntk_iterncgp import datasets, models, parallel
 from ntk_iterncgp.checkpoint import Checkpoint, open_call
 from ntk_iterncgp.config import ConfigError, RunConfig, as_plain, as_yaml, flat, prepare_output_dir
 from ntk_iterncgp.data import FixedOrderData
-from ntk_iterncgp.files import write_atomically, write_text
+from ntk_iterncgp.files import write_atomically
 from ntk_iterncgp.network.progress import data_digests
 from ntk_iterncgp.priors.jacobian import as_outputs
 from ntk_iterncgp.runs.flavour import make_flavour
@@ -48,11 +48,17 @@ class Setting:
     """Where a run stands once everything it needs has been found."""
 
     config: RunConfig
+    command: str
     folder: Path
     log: Log
     data: datasets.Data
     device: torch.device
     checkpoint: Checkpoint | None
+
+    def resolved(self) -> dict[Path, str]:
+        """The file of all settings, to be written together with what came out."""
+        heading = f"# ntk-iterncgp {self.command}: all settings of this run"
+        return {self.folder / "config.yaml": f"{heading}\n{as_yaml(self.config)}"}
 
     def saved_as_it_goes(self) -> AbstractContextManager[object]:
         """While open, what a run has done is kept for the same command after a crash; at its end, no longer."""
@@ -60,7 +66,7 @@ class Setting:
 
 
 def prepare(config: RunConfig, command: str) -> Setting:
-    """Output folder with the resolved settings, and the data."""
+    """Output folder, log and data. An earlier run's files stay as they are until there is a result to replace them."""
     device = chosen_device(config.device)
     with parallel.main_first():
         data = datasets.load(config.data, seed=config.seed)
@@ -68,14 +74,13 @@ def prepare(config: RunConfig, command: str) -> Setting:
     folder = Path(config.output_dir)
     if parallel.is_main():
         folder = prepare_output_dir(config)
-        write_text(folder / "config.yaml", f"# ntk-iterncgp {command}: all settings of this run\n{as_yaml(config)}")
     log = Log(folder)
     sizes = f"{len(data.train):,} to learn from, {len(data.test):,} to be tested on"  # type: ignore[arg-type]
     others = "" if data.held_out is None else f", {len(data.held_out):,} held out"  # type: ignore[arg-type]
     others += "".join(f", {len(other):,} of {name}" for name, other in data.ood.items())  # type: ignore[arg-type]
     kind = "real targets" if data.task == "regression" else f"{data.num_outputs} classes"
     log(f"Data: {config.data.name}, {sizes}{others}, {kind}, inputs {data.input_shape}")
-    return Setting(config, folder, log, data, device, _checkpoint(config, folder, log))
+    return Setting(config, command, folder, log, data, device, _checkpoint(config, folder, log))
 
 
 def _checkpoint(config: RunConfig, folder: Path, log: Log) -> Checkpoint | None:
