@@ -21,6 +21,7 @@ from ntk_iterncgp.evaluation.families import Latent, Tempered
 from ntk_iterncgp.evaluation.links import class_probabilities, entropy, mutual_information
 from ntk_iterncgp.evaluation.stopwatch import Stopwatch, reset_peak
 from ntk_iterncgp.evaluation.valla import VariationalPosterior, fit_valla
+from ntk_iterncgp.memory import highest_bytes, peak_resident_bytes
 from ntk_iterncgp.priors.jacobian import Jacobian
 from ntk_iterncgp.priors.rows import DenseRows
 
@@ -138,6 +139,16 @@ def test_a_stopwatch_sees_memory_that_was_given_back() -> None:
             torch.ones(size // 4).sum()
         assert 0.9 * size < watch.peak_bytes.pop("fit") < 1.5 * size
     assert watch.seconds["fit"] > 0
+
+
+def test_the_peak_of_the_whole_process_outlives_a_stopwatch() -> None:
+    if reset_peak() is None:
+        pytest.skip("the peak of memory is known on Linux only")
+    torch.ones(2**24).sum()
+    before = highest_bytes()
+    with Stopwatch()("fit", memory=True):
+        pass
+    assert highest_bytes() >= before > peak_resident_bytes()
 
 
 def test_the_prior_alone_is_the_kernel_over_the_precision() -> None:

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from ntk_iterncgp import NonConjugateGP, cli, datasets, demo, files, kernels, likelihoods, models
 from ntk_iterncgp.config import ConfigError, DataConfig, ModelConfig, load
 from ntk_iterncgp.evaluation.links import class_probabilities
+from ntk_iterncgp.evaluation.stopwatch import reset_peak
 from ntk_iterncgp.runs.predict import restore
 from ntk_iterncgp.runs.predictor import KernelPredictor
 
@@ -175,7 +176,13 @@ def test_ours_is_close_to_the_truth_and_never_below_it(run: Path) -> None:
         assert len(method["hyperparameters"]) == 2
         assert (method["difference_to_ours"] is None) == (name == "ours")
         assert (method["probit"] is None) == (name in ("map", "temperature"))
-    assert len(results["verdict"]) == 3 and results["cost"]["peak_memory_bytes"] > 0
+    assert len(results["verdict"]) == 3
+    peaks = {name: method["fit_peak_bytes"] for name, method in methods.items()}
+    assert peaks["map"] is None and all(methods[name]["fit_seconds"] > 0 for name in ("ours", "kfac", "exact"))
+    if reset_peak() is not None:  # where the system can tell
+        assert all(0 <= peaks[name] <= results["cost"]["peak_memory_bytes"] for name in ("ours", "kfac", "exact"))
+    text = (run / "report.html").read_text(encoding="utf-8")
+    assert "fit (MiB)" in text
 
 
 class Outline(HTMLParser):
@@ -255,7 +262,11 @@ def test_a_kernel_takes_the_place_of_the_network(tmp_path: Path) -> None:
     arguments = [str(tmp_path / "gp.yaml"), *sets(small), "--output-dir", str(tmp_path / "out")]
     assert cli.main(["evaluate", *arguments]) == 0
     results = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))
-    assert [method["name"] for method in results["methods"]] == ["map", "temperature", "ours"]
+    labels = {"map": "the mean alone", "temperature": "temperature scaling", "ours": "ours"}
+    assert {method["name"]: method["label"] for method in results["methods"]} == labels
+    reason = "It is about the weights of a network, and this run has a kernel in its place."
+    assert results["unavailable"] == {"prior only": reason, "last layer (laplace-torch)": reason}
+    assert "prior only: not available here." in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert results["methods"][2]["accuracy"] > 0.5 and results["about"]["kernel"].startswith("Matern52")
     assert (tmp_path / "out" / "report.html").exists()
     config = load(tmp_path / "out" / "config.yaml")

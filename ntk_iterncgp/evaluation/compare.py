@@ -159,6 +159,7 @@ def compare_families(
     unavailable: dict[str, str],
     prior: Ours | None = None,
     evident: int | None = None,  # where in the grid of precisions detection by variances is scored
+    names: Mapping[str, str] = LABELS,
 ) -> Comparison:
     """Tune, score and compare; `families` see the inputs of all sets, one after the other."""
     labels = labels.cpu()
@@ -166,9 +167,9 @@ def compare_families(
     others = _other_folds(sizes, len(all_folds))
     results = []
     for name, family in families.items():
-        log(f"Tuning and scoring: {LABELS.get(name, name)}")
-        with watch(f"score {name}"):
-            results.append(_result(name, family, labels, all_folds, others, watch, evident))
+        label = names.get(name, name)
+        log(f"Tuning and scoring: {label}")
+        results.append(_result(name, label, family, labels, all_folds, others, watch, evident))
         if results[-1].tuned.at_edge:
             values = " / ".join(f"{value:.3g}" for value in results[-1].values)
             log(f"  tuned to {values}, an end of the grid: at the upper one, its variance does not help here")
@@ -274,6 +275,7 @@ def _other_folds(sizes: Mapping[str, int], num_folds: int) -> dict[str, tuple[Te
 
 def _result(
     name: str,
+    label: str,
     family: Family,
     labels: Tensor,
     all_folds: list[Fold],
@@ -302,7 +304,7 @@ def _result(
     seconds = watch.seconds
     return Result(
         name=name,
-        label=LABELS.get(name, name),
+        label=label,
         metrics=classification_metrics(p, y),
         probit=probit,
         aurc=area_under_risk_curve(confidence, predicted != y),

@@ -111,14 +111,15 @@ def _figure(title: str, sentence: str, svg: str) -> str:
     return f"<figure><figcaption><b>{escape(title)}</b>{escape(sentence)}</figcaption>{image}</figure>"
 
 
-def cost_table(results: Sequence[Any], fit: Mapping[str, Any]) -> Table:
-    """Seconds of each method; those of our fit are in its own report."""
+def cost_table(results: Sequence[Any]) -> Table:
+    """What each method took."""
 
-    def fit_seconds(result: Any) -> str:
-        return f"{float(fit['seconds']) if result.name == 'ours' else result.fit_seconds:.1f}"
+    def fit_mebibytes(result: Any) -> str:
+        return "–" if result.fit_bytes is None else f"{result.fit_bytes / 2**20:,.0f}"
 
     columns = [
-        Column("fit (s)", fit_seconds, "Seconds of the fit."),
+        Column("fit (s)", lambda r: f"{r.fit_seconds:.1f}", "Seconds of the fit."),
+        Column("fit (MiB)", fit_mebibytes, "The peak of memory in the fit, above what was held before it."),
         Column("moments of all inputs (s)", lambda r: f"{r.predict_seconds:.1f}", "Seconds of the predictions."),
     ]
     return Table(results, columns, {})
@@ -130,4 +131,5 @@ def cost_note(cost: Mapping[str, Any], rows_seconds: float) -> str:
         f"The whole run took {cost['seconds']:.0f} s and {cost['peak_memory_bytes'] / 2**20:,.0f} MiB at its peak, on "
         f"{cost['threads']} thread{'s' if cost['threads'] != 1 else ''}."
     )
-    return f"{rows if rows_seconds else ''}{whole}"
+    memory = "MiB of a fit are its peak of memory above what was held before it. "
+    return f"{rows if rows_seconds else ''}{memory}{whole}"

@@ -57,13 +57,17 @@ def fitted_to(setting: Setting) -> Fitted:
     """The posterior of the settings, its hyperparameters chosen."""
     if setting.config.kernel.name is not None:
         gp = fit_gp(setting)
-        return Fitted(KernelPredictor.of(gp), None, asdict(gp.report_))
+        return Fitted(KernelPredictor.of(gp), None, _report(setting, gp))
     model = prepare_model(setting)
     la = fit_network(setting, model)
-    report = asdict(la.report_)
+    report = _report(setting, la)
     if parallel.is_main():  # who writes the posterior
         tune(setting, la)
     return Fitted(NetworkPredictor(la), model, report)
+
+
+def _report(setting: Setting, fitted: Any) -> dict[str, Any]:
+    return asdict(fitted.report_) | {"peak_bytes": setting.watch.peak_bytes.get("fit")}
 
 
 def fit_network(setting: Setting, model: nn.Module) -> Any:
@@ -75,9 +79,10 @@ def fit_network(setting: Setting, model: nn.Module) -> Any:
         log(str(la.estimate_cost(loader)))
         log(f"Fitting: {type(la).__name__} from {len(setting.data.train):,} data")  # type: ignore[arg-type]
         warnings.filterwarnings("ignore", message=".*nterrupt")  # said by the exit code
-        la.fit(loader, progress_bar=True, checkpoint=setting.checkpoint)
-        if config.fit.refine_epochs is not None and la.report_.status != "interrupted":
-            la.refine(loader, epochs=config.fit.refine_epochs, checkpoint=setting.checkpoint)
+        with setting.watch("fit", memory=True):
+            la.fit(loader, progress_bar=True, checkpoint=setting.checkpoint)
+            if config.fit.refine_epochs is not None and la.report_.status != "interrupted":
+                la.refine(loader, epochs=config.fit.refine_epochs, checkpoint=setting.checkpoint)
     if la.report_.status == "interrupted":
         raise KeyboardInterrupt
     log(str(la.report_))

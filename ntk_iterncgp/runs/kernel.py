@@ -41,7 +41,7 @@ def fit_gp(setting: Setting) -> NonConjugateGP:
     X = flat_inputs(data.train, data.scaling, data.input_shape).to(setting.device)
     y = labels_of(data.train).to(setting.device)
     setting.log(f"Fitting: {gp!r} to {len(X):,} data")
-    with own_sentences(), warnings.catch_warnings():
+    with own_sentences(), warnings.catch_warnings(), setting.watch("fit", memory=True):
         warnings.filterwarnings("ignore", message=".*nterrupt")  # said by the exit code
         if config.kernel.optimize_steps:
             gp.optimize(X, y, max_steps=config.kernel.optimize_steps, progress_bar=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from ntk_iterncgp import datasets, models, parallel
 from ntk_iterncgp.checkpoint import Checkpoint, open_call
 from ntk_iterncgp.config import ConfigError, RunConfig, as_plain, as_yaml, flat, prepare_output_dir
 from ntk_iterncgp.data import FixedOrderData
+from ntk_iterncgp.evaluation.stopwatch import Stopwatch
 from ntk_iterncgp.files import write_atomically
 from ntk_iterncgp.network.progress import data_digests
 from ntk_iterncgp.priors.jacobian import as_outputs
@@ -54,6 +55,7 @@ class Setting:
     data: datasets.Data
     device: torch.device
     checkpoint: Checkpoint | None
+    watch: Stopwatch = field(default_factory=Stopwatch)
 
     def resolved(self) -> dict[Path, str]:
         """The file of all settings, to be written together with what came out."""
