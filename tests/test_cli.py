@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 import ntk_iterncgp
 from ntk_iterncgp import cli, config, models
+from ntk_iterncgp.self_check import SelfCheckError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -63,6 +64,18 @@ def fails():
 class asserts(torch.nn.Module):
     def forward(self, x):
         assert False, "too small"
+
+class Linear(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(64, 10)
+
+class detaches(Linear):
+    def forward(self, x):
+        return super().forward(x.flatten(1)).detach()
+
+class sums(Linear):
+    def forward(self, x):
+        return super().forward(x.flatten(1)).sum(0, keepdim=True)
 """
 
 
@@ -140,6 +153,8 @@ class asserts(torch.nn.Module):
             fit("model.name=mine_cli:asserts"),
             "cannot be used with inputs of shape (1, 8, 8) (AssertionError: too small)",
         ),
+        (fit("model.name=mine_cli:detaches"), "shape (1, 8, 8) (RuntimeError: element 0 of tensors does not require"),
+        (fit("model.name=mine_cli:sums"), "two inputs are expected to have two rows of outputs, but have 1)."),
         (fit("model.name=broken_cli:make"), "Cannot import the model 'broken_cli:make'; install it, or run where it"),
         (fit("model.name=mine_cli:absent"), "Cannot find the model 'mine_cli:absent': 'mine_cli' has no 'absent'."),
         (fit("model.checkpoint=no.safetensors"), "There is no checkpoint at 'no.safetensors'"),
@@ -305,17 +320,19 @@ def test_too_little_memory_is_one_sentence_and_leaves_no_result(
     assert last.startswith("ntk-iterncgp: ") and not list((tmp_path / "out").glob("*posterior*"))
 
 
-def test_an_allocation_that_torch_is_refused_is_a_sentence_and_other_errors_are_not_hidden(
+def test_what_the_machine_refuses_is_a_sentence_and_a_defect_is_not_hidden(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(text: str) -> None:
-        raise RuntimeError(text)
+    def fail(text: str, kind: type[Exception] = RuntimeError) -> None:
+        raise kind(text)
 
     (tmp_path / "empty.yaml").touch()
     runs = importlib.import_module("ntk_iterncgp.runs")
     monkeypatch.setattr(runs, "fit", lambda config: fail("DefaultCPUAllocator: can't allocate memory: 9 bytes\nmore"))
     code, error = outcome(fit(), capsys)
     assert (code, error.count("\n")) == (1, 1) and "there is too little memory (DefaultCPUAllocator" in error
+    monkeypatch.setattr(runs, "fit", lambda config: fail("a posterior contradicts itself.", SelfCheckError))
+    assert outcome(fit(), capsys) == (1, "ntk-iterncgp: a posterior contradicts itself.\n")
     monkeypatch.setattr(runs, "fit", lambda config: fail("a defect"))
     with pytest.raises(RuntimeError, match="a defect"):
         cli.main(fit())

@@ -175,9 +175,15 @@ def find_checkpoint(config: RunConfig) -> Path:
 
 def check_model(model: nn.Module, setting: Setting) -> None:
     """One output for each class, or one for the target; and a flavour can be made of it, before it is trained."""
-    x, name = setting.data.train[0][0][None].to(setting.device), setting.config.model.name
-    with models.foreign(f"'{name}' cannot be used with inputs of shape {setting.data.input_shape}"), torch.no_grad():
-        found, wanted = as_outputs(model(x)).shape[1], setting.data.num_outputs
+    x, name = torch.stack([setting.data.train[i][0] for i in range(2)]).to(setting.device), setting.config.model.name
+    with models.foreign(f"'{name}' cannot be used with inputs of shape {setting.data.input_shape}"):
+        outputs = as_outputs(model(x))
+        if len(outputs) != len(x):
+            raise ValueError(f"two inputs are expected to have two rows of outputs, but have {len(outputs)}")
+        weights = [p for p in model.parameters() if p.requires_grad]
+        if weights:  # what a fit will ask for
+            torch.autograd.grad(outputs.sum(), weights, allow_unused=True)
+    found, wanted = outputs.shape[1], setting.data.num_outputs
     of_arrays = setting.config.data.name == "arrays" and setting.data.task == "classification"
     if found < wanted or (found > wanted and not of_arrays):  # the highest classes may be missing from a sample
         each = "one for each class of the data" if setting.data.task == "classification" else "for the target"
