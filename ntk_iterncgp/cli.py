@@ -9,8 +9,9 @@
 
     torchrun --nproc_per_node=K -m ntk_iterncgp fit CONFIG    the same on K GPUs, or in K processes
 
-What a user got wrong is one sentence on stderr and exit code 2; what the machine refused (a full disk) is 1; Ctrl-C is
-130. A traceback is a defect of the package. Results are written under a temporary name and renamed when complete.
+What a user got wrong is one sentence on stderr and exit code 2; what the machine refused (a full disk, too little
+memory) is 1; Ctrl-C is 130. A traceback is a defect of the package. Results are written under a temporary name and
+renamed when complete.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from ntk_iterncgp import parallel
+from ntk_iterncgp.checkpoint import CheckpointMismatch
 from ntk_iterncgp.config import ConfigError, RunConfig, load
 from ntk_iterncgp.files import FileError
+from ntk_iterncgp.self_check import SelfCheckError
 
 FAILURE, USER_ERROR, INTERRUPTED = 1, 2, 130
 GRACE_SECONDS = 5.0
@@ -52,15 +55,23 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"Several processes can 'fit' together, but not '{arguments.command}': start one of them."
             )
         return int(arguments.run(arguments))
-    except (ConfigError, FileError) as error:
+    except (ConfigError, FileError, CheckpointMismatch) as error:
         return _end(USER_ERROR, f"ntk-iterncgp: {error}")
     except KeyboardInterrupt:
         return _end(INTERRUPTED, "\nntk-iterncgp: interrupted.")
-    except parallel.ProcessFailed as error:
-        return _end(FAILURE, f"ntk-iterncgp: {error}")
+    except (parallel.ProcessFailed, SelfCheckError, MemoryError) as error:  # the last two before anything is harmed
+        return _end(FAILURE, f"ntk-iterncgp: {_first_line(error) or 'there is too little memory.'}")
+    except RuntimeError as error:  # torch's own word for too little memory
+        if "allocate memory" not in str(error) and "out of memory" not in str(error):
+            raise
+        return _end(FAILURE, f"ntk-iterncgp: there is too little memory ({_first_line(error)}).")
     except OSError as error:  # a full disk, a folder that went away
         where = f" '{error.filename}'" if error.filename else ""
         return _end(FAILURE, f"ntk-iterncgp: cannot read or write{where} ({error.strerror or error}).")
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _end(code: int, message: str) -> int:

@@ -93,7 +93,7 @@ class TuningConfig:
     """How every method's one hyperparameter is chosen: never on what it is scored on."""
 
     protocol: str = "crossfit"  # two folds of the test set; "validation": a part of it put aside; "none"
-    validation_size: int = 1000  # for "validation"
+    validation_size: int | None = None  # for "validation"; null: half of the test set, at most 1000
     precision_min: float = 1e-3
     precision_max: float = 1e6
     steps_per_decade: int = 4
@@ -151,12 +151,17 @@ class RunConfig:
         for baseline in self.evaluate.baselines:
             require_choice("evaluate.baselines", baseline, BASELINES)
         for name in POSITIVE:
-            if not 0 < self[name] < float("inf"):
+            if self[name] is not None and not 0 < self[name] < float("inf"):
                 raise ConfigError(f"{name} expects a positive, finite number, but got {self[name]!r}.")
+        for name in NOT_NEGATIVE:
+            if self[name] is not None and not 0 <= self[name] < float("inf"):
+                raise ConfigError(f"{name} expects a finite number of at least 0, but got {self[name]!r}.")
         for name, least in LEAST.items():
             value = self[name]
             if value is not None and value < least:
                 raise ConfigError(f"{name} expects a whole number of at least {least}, but got {value}.")
+            if value is not None and value > MOST:
+                raise ConfigError(f"{name} expects a whole number of at most {MOST}, but got {value}.")
         if self.data.task == "regression" and (self.data.name != "arrays" or self.data.ood):
             raise ConfigError("data.task 'regression' expects data.name 'arrays', and no data.ood.")
         if self.tuning.precision_min >= self.tuning.precision_max:
@@ -179,9 +184,12 @@ POSITIVE = (
     "kernel.outputscale",
     "kernel.noise",
     "fit.prior_precision",
+    "fit.refine_epochs",
     "tuning.precision_min",
     "tuning.precision_max",
 )
+NOT_NEGATIVE = ("model.weight_decay", "checkpoint.every_seconds")
+MOST = 2**32 - 1  # what scikit-learn takes as a seed; nothing that is counted comes near
 LEAST = {
     "data.train_limit": 2,
     "data.test_limit": 2,
@@ -203,6 +211,7 @@ LEAST = {
     "seed": 0,
 }
 LEAST |= {f"evaluate.{f.name}": 1 for f in fields(EvaluateConfig) if f.name != "baselines"}
+SHORT = {"tuning": "protocol"}  # a section that may be written as one of its settings: `tuning: crossfit`
 
 
 def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> RunConfig:
@@ -212,7 +221,7 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> RunCo
         key, equals, text = override.partition("=")
         if not equals or not key.strip():
             raise ConfigError(f"--set expects key=value, for instance data.train_limit=5000, but got {override!r}.")
-        settings[key.strip()] = parsed(text, f"the value of {key.strip()}")
+        settings |= flat({key.strip(): parsed(text, f"the value of {key.strip()}")})
     return from_settings(settings, default_output_dir=f"runs/{Path(path).stem if path is not None else 'run'}")
 
 
@@ -248,7 +257,9 @@ def flat(settings: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     """Sections as dotted names."""
     sections = {f.name for f in fields(RunConfig) if is_dataclass(get_type_hints(RunConfig)[f.name])}
     for key, value in settings.items():
-        if key in sections:
+        if key in SHORT and isinstance(value, str):
+            yield f"{key}.{SHORT[key]}", value
+        elif key in sections:
             if not isinstance(value, Mapping):
                 raise ConfigError(f"'{key}' expects a section of settings, but got {value!r}.")
             yield from ((f"{key}.{name}", item) for name, item in value.items())

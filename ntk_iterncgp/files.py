@@ -44,6 +44,10 @@ DTYPES = {
 }
 
 
+Writer = Callable[[Path], object]
+"""Writes a file of that name."""
+
+
 class FileError(ValueError):
     """A file that cannot be used, in one sentence."""
 
@@ -51,10 +55,9 @@ class FileError(ValueError):
 # --- writing ------------------------------------------------------------------------------------------------------
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
+def as_json(content: Mapping[str, Any]) -> str:
     """Numbers that are not finite become null: JSON has no other word for them."""
-    text = json.dumps(_finite(content), indent=2, allow_nan=False, ensure_ascii=False)
-    write_text(path, text + "\n")
+    return json.dumps(_finite(content), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
 
 
 def _finite(value: Any) -> Any:
@@ -65,26 +68,35 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def write_text(path: Path, text: str) -> None:
-    write_atomically(path, lambda target: target.write_text(text, encoding="utf-8"))
+def text_writer(text: str) -> Writer:
+    return lambda target: target.write_text(text, encoding="utf-8")
 
 
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+def write_atomically(path: Path, write: Writer) -> None:
     """Write under a temporary name in the same folder, flush, rename, and flush the folder too."""
-    temporary = path.with_name(f"{temporary_prefix(path)}{os.getpid()}{path.suffix}")
+    write_together({path: write})
+
+
+def write_together(writers: Mapping[Path, Writer]) -> None:
+    """Files that belong together: none is renamed before all are on the disk."""
+    temporaries = {path: path.with_name(f"{temporary_prefix(path)}{os.getpid()}{path.suffix}") for path in writers}
     try:
-        try:
-            write(temporary)
-        except SafetensorError as error:  # which wraps the system's error in a text
-            full = "No space left" in str(error)
-            raise OSError(errno.ENOSPC if full else errno.EIO, str(error), str(path)) from error
-        _flush(temporary, os.O_RDWR)
-        os.chmod(temporary, 0o666 & ~_umask())  # safetensors lets its owner alone read
-        temporary.replace(path)
+        for path, temporary in temporaries.items():
+            try:
+                writers[path](temporary)
+            except SafetensorError as error:  # which wraps the system's error in a text
+                full = "No space left" in str(error)
+                raise OSError(errno.ENOSPC if full else errno.EIO, str(error), str(path)) from error
+            _flush(temporary, os.O_RDWR)
+            os.chmod(temporary, 0o666 & ~_umask())  # safetensors lets its owner alone read
+        for path, temporary in temporaries.items():
+            temporary.replace(path)
         if os.name == "posix":  # a renamed file may be forgotten in a power cut until its folder is on the disk
-            _flush(path.parent, os.O_RDONLY)
+            for folder in {path.parent for path in writers}:
+                _flush(folder, os.O_RDONLY)
     finally:
-        temporary.unlink(missing_ok=True)
+        for temporary in temporaries.values():
+            temporary.unlink(missing_ok=True)
 
 
 def _umask() -> int:
@@ -107,6 +119,10 @@ def _flush(path: Path, mode: int) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+    write_atomically(path, tensor_writer(path, tensors, about))
+
+
+def tensor_writer(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> Writer:
     """Tensors and JSON as one file, a chunk at a time: writing takes no memory beside that of the tensors."""
     sizes = {name: value.numel() * value.element_size() for name, value in tensors.items()}
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that all are aligned
@@ -132,7 +148,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str,
                 file.write(part)
             file.write(digest.digest())
 
-    write_atomically(path, write)
+    return write
 
 
 def _bytes_of(tensor: Tensor) -> Iterator[memoryview]:
@@ -258,12 +274,23 @@ def with_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 # --- posteriors ---------------------------------------------------------------------------------------------------
 
 
-def save_posterior(path: Path, state: Mapping[str, Any], model_state: Mapping[str, Tensor], about: Any) -> None:
-    """`state` of a flavour, the network's own weights and buffers, and `about`: what is needed to use them again."""
+def save_posterior(
+    path: Path,
+    state: Mapping[str, Any],
+    model_state: Mapping[str, Tensor],
+    about: Any,
+    *,
+    beside: Mapping[Path, str] | None = None,
+) -> None:
+    """`state` of a flavour, the network's own weights and buffers, and `about`: what is needed to use them again.
+
+    `beside` are texts about it, which are replaced with it or not at all.
+    """
     tensors: dict[str, Tensor] = {f"model.{name}": value for name, value in model_state.items()}
     plain = without_tensors(state, "posterior", tensors)
     header = {"format": f"{POSTERIOR} {POSTERIOR_VERSION}", "about": _finite(about), "state": plain}
-    write_tensors(path, tensors, header)
+    texts = {name: text_writer(text) for name, text in (beside or {}).items()}
+    write_together({path: tensor_writer(path, tensors, header), **texts})
 
 
 def load_posterior(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], Any]:

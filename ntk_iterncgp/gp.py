@@ -10,6 +10,7 @@ Everything is checked here, before any work is done; behind this door inputs are
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 
 import torch
@@ -41,6 +42,7 @@ from ntk_iterncgp.solver import (
     Policy,
     Problem,
     State,
+    Status,
     Stopping,
     initial_state,
     newton,
@@ -190,15 +192,19 @@ class NonConjugateGP:
 
         Each of at most `max_steps` steps spends `max_products` on a fit and then climbs, until nothing moves by more
         than a share `tolerance`. The bound is as tight as the fit: see to it that `information_captured` is high.
-        `fixed` names hyperparameters to leave as they are. `kernels`, `likelihood` and `optimization_` have the result.
+        `fixed` names hyperparameters to leave as they are. `kernels`, `likelihood` and `optimization_` have the result;
+        after Ctrl-C, the best one so far.
         """
 
-        def fit(kernels: list[Kernel], likelihood: Likelihood) -> State:
-            self.kernels, self.likelihood = kernels, likelihood
-            left = self.stopping.max_products - self.fit(X, y).report_.num_products
-            return (self.refine(left) if left > 0 else self).posterior_.state  # a loose bound prefers smooth kernels
+        def fit(kernels: list[Kernel], likelihood: Likelihood) -> NonConjugateGP:
+            gp = copy(self)  # this one stays as it is until there is a result
+            gp.kernels, gp.likelihood = kernels, likelihood
+            left = self.stopping.max_products - gp.fit(X, y).report_.num_products
+            if left > 0 and gp.report_.status != Status.INTERRUPTED:
+                gp.refine(left)  # a loose bound prefers smooth kernels
+            return gp
 
-        self.optimization_ = maximise_elbo(
+        best, self.optimization_ = maximise_elbo(
             fit,
             self.kernels,
             self.likelihood,
@@ -207,6 +213,8 @@ class NonConjugateGP:
             fixed=fixed,
             progress_bar=progress_bar,
         )
+        self.kernels, self.likelihood = best.kernels, best.likelihood
+        self._posterior, self._report = best._posterior, best._report
         return self
 
     @parallel.together()

@@ -15,11 +15,10 @@ fitted again there. For a Gaussian likelihood with all actions taken one step is
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,19 +32,32 @@ from ntk_iterncgp.likelihoods import Gaussian, Likelihood
 from ntk_iterncgp.likelihoods.quadrature import normal_points
 from ntk_iterncgp.posterior import Posterior
 from ntk_iterncgp.priors import GramPrior
+from ntk_iterncgp.solver import Status
+from ntk_iterncgp.solver.report import FitReport
 from ntk_iterncgp.solver.state import State
 
 NOISE = "noise"
 MAX_LOG_STEP = 2.0  # θ moves by at most a factor of e² between two fits: the sites were made elsewhere
 
-Fit = Callable[[list[Kernel], Likelihood], State]
+
+class Fitted(Protocol):
+    """A GP fitted somewhere. Where it was interrupted, the bound holds for what it had done."""
+
+    @property
+    def posterior_(self) -> Posterior: ...
+
+    @property
+    def report_(self) -> FitReport: ...
+
+
+F = TypeVar("F", bound=Fitted)
 
 
 @dataclass(frozen=True)
 class OptimizationReport:
     """How the search went; `history` has one line for each fit."""
 
-    status: str  # "converged" or "max_steps"
+    status: str  # "converged", "max_steps" or "interrupted"
     elbo: float
     hyperparameters: dict[str, Any]
     num_products: int
@@ -54,14 +66,15 @@ class OptimizationReport:
 
     def __str__(self) -> str:
         advice = "" if self.status == "converged" else " optimize again to go on from here."
+        fits = f"{len(self.history)} fit{'s' if len(self.history) > 1 else ''}"
         return (
-            f"{self.status}: ELBO {self.history[0]['elbo']:.6g} -> {self.elbo:.6g} in {len(self.history)} fits, "
+            f"{self.status}: ELBO {self.history[0]['elbo']:.6g} -> {self.elbo:.6g} in {fits}, "
             f"{self.num_products} products, {self.seconds:.1f} s.{advice}"
         )
 
 
 def maximise_elbo(
-    fit: Fit,
+    fit: Callable[[list[Kernel], Likelihood], F],
     kernels: list[Kernel],
     likelihood: Likelihood,
     *,
@@ -69,8 +82,8 @@ def maximise_elbo(
     tolerance: float,
     fixed: Sequence[str],
     progress_bar: bool,
-) -> OptimizationReport:
-    """Fit, climb, fit again, until no hyperparameter moves by more than a share `tolerance`; ends with the best fit."""
+) -> tuple[F, OptimizationReport]:
+    """Fit, climb, fit again, until no hyperparameter moves by more than `tolerance`, or Ctrl-C; the best fit."""
     started = time.perf_counter()
     values = {name: value.detach().clone() for name, value in hyperparameters(kernels, likelihood).items()}
     if not values:
@@ -82,30 +95,41 @@ def maximise_elbo(
     if not free:
         raise ValueError(f"optimize expects something to optimise, but all of {list(values)} are fixed.")
     history: list[dict[str, Any]] = []
-    best, best_elbo, num_products, status = values, -math.inf, 0, "max_steps"
-    visible = progress_bar and parallel.is_main()
-    for _ in tqdm(range(max_steps), desc="Hyperparameters", disable=not visible):
-        state = fit(*with_values(kernels, likelihood, values))
-        elbo, num_products = Posterior(state).elbo(), num_products + state.num_products
-        history.append({"elbo": elbo} | {name: values[name].tolist() for name in values})
-        if elbo > best_elbo:
-            best, best_elbo = values, elbo
-        before = values
-        values, spent = climb(state, kernels, values, free)
-        num_products += spent
-        moved = max(float((values[name] / before[name]).log().abs().max()) for name in free)
-        if moved <= tolerance:
-            status = "converged"
-            break
-    state = fit(*with_values(kernels, likelihood, values))
-    elbo, num_products = Posterior(state).elbo(), num_products + state.num_products
-    history.append({"elbo": elbo} | {name: values[name].tolist() for name in values})
-    if elbo < best_elbo:
-        values = best
-        state, elbo = fit(*with_values(kernels, likelihood, best)), best_elbo
+    best: tuple[F, float, dict[str, Any]] | None = None  # with its bound, and where it was
+    num_products, status, interrupted = 0, "max_steps", False
+
+    def look() -> State:
+        """A fit at the current values, entered in the history."""
+        nonlocal best, num_products, interrupted
+        fitted, place = fit(*with_values(kernels, likelihood, values)), {n: x.tolist() for n, x in values.items()}
+        elbo, state = fitted.posterior_.elbo(), fitted.posterior_.state
         num_products += state.num_products
-    found = {name: value.tolist() for name, value in values.items()}
-    return OptimizationReport(status, elbo, found, num_products, time.perf_counter() - started, history)
+        history.append({"elbo": elbo} | place)
+        if best is None or elbo > best[1]:
+            best = fitted, elbo, place
+        interrupted = fitted.report_.status == Status.INTERRUPTED
+        if interrupted:
+            raise KeyboardInterrupt
+        return state
+
+    visible = progress_bar and parallel.is_main()
+    try:
+        for _ in tqdm(range(max_steps), desc="Hyperparameters", disable=not visible):
+            before = values
+            values, spent = climb(look(), kernels, values, free)
+            num_products += spent
+            moved = max(float((values[name] / before[name]).log().abs().max()) for name in free)
+            if moved <= tolerance:
+                status = "converged"
+                break
+        look()
+    except KeyboardInterrupt:
+        if best is None or (parallel.num_processes() > 1 and not interrupted):  # not all of them have been told
+            raise
+        status = Status.INTERRUPTED.value
+    assert best is not None
+    fitted, elbo, found = best
+    return fitted, OptimizationReport(status, elbo, found, num_products, time.perf_counter() - started, history)
 
 
 def hyperparameters(kernels: list[Kernel], likelihood: Likelihood) -> dict[str, Tensor]:

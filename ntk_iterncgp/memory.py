@@ -6,6 +6,7 @@ and what its container may still use (cgroups, of which version 2 nests: every l
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ try:
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
+_highest = 0  # as far as it has been asked for
 CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -44,11 +46,21 @@ def peak_resident_bytes() -> int:
 
 def restart_peak() -> bool:
     """Let the peak start from what is held now; False where there is no such thing."""
+    highest_bytes()  # remembered, since the system forgets it
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return False
     return True
+
+
+def highest_bytes() -> int:
+    """The most this process has held since it began, whether or not the peak was restarted; 0 where nobody knows."""
+    global _highest
+    if resource is not None:
+        unit = 1 if sys.platform == "darwin" else 1024
+        _highest = max(_highest, unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    return _highest
 
 
 def require_memory(needed: int, available: int | None, advice: str) -> None:

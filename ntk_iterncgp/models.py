@@ -12,7 +12,8 @@ import importlib
 import itertools
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
 from ntk_iterncgp.config import ConfigError, ModelConfig
+from ntk_iterncgp.priors.jacobian import as_outputs
 from ntk_iterncgp.settings import nearest
 
 RESNETS = {f"cifar_resnet{depth}": (depth - 2) // 6 for depth in (20, 32, 44, 56)}
@@ -34,7 +36,8 @@ BUILT_IN = ("mlp", "cnn", "lenet", *RESNETS)
 
 def mlp(num_classes: int, input_shape: tuple[int, ...], width: int = 100, depth: int = 2) -> nn.Module:
     """Tanh layers of one width."""
-    if not 0 <= depth <= MAX_DEPTH:
+    _check_size("width", width, at_least=1)
+    if _check_size("depth", depth, at_least=0) > MAX_DEPTH:
         raise TypeError(f"depth expects a whole number from 0 to {MAX_DEPTH}, but got {depth!r}")
     sizes = [math.prod(input_shape), *[width] * depth]
     layers = [m for a, b in itertools.pairwise(sizes) for m in (nn.Linear(a, b), nn.Tanh())]
@@ -44,6 +47,7 @@ def mlp(num_classes: int, input_shape: tuple[int, ...], width: int = 100, depth:
 def cnn(num_classes: int, input_shape: tuple[int, ...], width: int = 8) -> nn.Module:
     """Two small convolutions: 1446 weights on digits of 8×8, so that the exact posterior can be computed beside it."""
     channels, side, _ = _image_shape("cnn", input_shape, smallest=4)
+    _check_size("width", width, at_least=1)
     return nn.Sequential(
         nn.Conv2d(channels, width, 3, padding=1),
         nn.ReLU(),
@@ -115,9 +119,9 @@ def build(
 ) -> nn.Module:
     """A network by name, in eval mode."""
     given = dict(arguments or {})
-    try:
-        if ":" in name:
-            return _imported(name, given).eval()
+    if ":" in name:
+        return _imported(name, given).eval()
+    with foreign(f"model.arguments do not suit '{name}'"):
         if name in RESNETS:
             _image_shape(name, input_shape, smallest=8, channels=3)
             return CifarResNet(RESNETS[name], **({"num_classes": num_classes} | given)).eval()
@@ -126,8 +130,6 @@ def build(
             return makers[name](num_classes, input_shape, **given).eval()
         if name in torchvision.models.list_models(torchvision.models):
             return torchvision.models.get_model(name, **({"num_classes": num_classes} | given)).eval()
-    except TypeError as error:
-        raise ConfigError(f"model.arguments do not suit '{name}': {_line(error)}.") from error
     near = nearest(name, (*BUILT_IN, *torchvision.models.list_models(torchvision.models)))
     hint = f"did you mean '{near}'? " if near else ""
     raise ConfigError(
@@ -224,7 +226,7 @@ def train(
         for x, y in loader:
             x, y = x.to(device), y.to(device)
             optimizer.zero_grad()
-            outputs = model(x)
+            outputs = as_outputs(model(x))  # GoogLeNet and Inception have others beside their logits while they learn
             loss = nn.functional.mse_loss(outputs, y) if is_regression else nn.functional.cross_entropy(outputs, y)
             loss.backward()
             optimizer.step()
@@ -240,16 +242,33 @@ def _imported(path: str, arguments: Mapping[str, Any]) -> nn.Module:
     module_name, _, function = path.partition(":")
     if "" not in sys.path:
         sys.path.insert(0, "")  # modules beside the run, as `python -m` finds them
-    try:
-        maker = getattr(importlib.import_module(module_name), function)
-    except ImportError as error:
-        raise ConfigError(f"Cannot import the model '{path}': {error}. Install it, or run where it lies.") from error
-    except AttributeError as error:
-        raise ConfigError(f"Cannot find the model '{path}': '{module_name}' has no '{function}'.") from error
-    model = maker(**arguments)
+    with foreign(f"Cannot import the model '{path}'; install it, or run where it lies"):
+        module = importlib.import_module(module_name)
+    maker = getattr(module, function, None)
+    if maker is None:
+        raise ConfigError(f"Cannot find the model '{path}': '{module_name}' has no '{function}'.")
+    with foreign(f"Cannot make the model '{path}' with model.arguments {arguments}"):
+        model = maker(**arguments)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"'{path}' is expected to return a torch.nn.Module, but returned {type(model).__name__}.")
     return model
+
+
+@contextmanager
+def foreign(sentence: str) -> Iterator[None]:
+    """While open, code runs that is not ours, a network's: whatever it raises is told after the sentence."""
+    try:
+        yield
+    except (ConfigError, OSError, MemoryError):  # which have sentences of their own
+        raise
+    except Exception as error:
+        raise ConfigError(f"{sentence} ({type(error).__name__}: {_line(error).rstrip('.')}).") from error
+
+
+def _check_size(name: str, value: Any, *, at_least: int) -> int:
+    if type(value) is not int or value < at_least:
+        raise TypeError(f"{name} expects a whole number of at least {at_least}, but got {value!r}")
+    return value
 
 
 def _image_shape(

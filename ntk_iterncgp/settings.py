@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin
@@ -15,6 +16,17 @@ _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or 
 
 class ConfigError(ValueError):
     """Something a user can put right, in one sentence."""
+
+
+@contextmanager
+def own_sentences() -> Iterator[None]:
+    """What the library refuses with a `ValueError`, data or models, is something a user can put right."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def read_settings(path: Path) -> dict[Any, Any]:
@@ -54,14 +66,9 @@ def typed_value(name: str, value: Any, hint: Any) -> Any:
         if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
             raise ConfigError(f"{name} expects names with values, for instance {{key: 1}}, but got {value!r}.")
         return value
-    if float in kinds and not isinstance(value, bool):
-        if isinstance(value, int):
+    if float in kinds and type(value) in (int, str):  # YAML 1.1 reads 1e-3 as text
+        with suppress(ValueError, OverflowError):
             return float(value)
-        if isinstance(value, str):  # YAML 1.1 reads 1e-3 as text
-            try:
-                return float(value)
-            except ValueError:
-                pass
     if type(value) not in kinds:
         expected = " or ".join(_KINDS[kind] for kind in kinds)
         raise ConfigError(f"{name} expects {expected}, but got {value!r}.")

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.error import URLError
 
@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 import ntk_iterncgp
 from ntk_iterncgp import cli, config, models
+from ntk_iterncgp.self_check import SelfCheckError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -54,6 +55,30 @@ def fit(*settings: str) -> list[str]:
     return ["fit", "empty.yaml", *(text for setting in settings for text in ("--set", setting))]
 
 
+MINE = """
+import torch
+
+def fails():
+    raise ValueError("no such width")
+
+class asserts(torch.nn.Module):
+    def forward(self, x):
+        assert False, "too small"
+
+class Linear(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(64, 10)
+
+class detaches(Linear):
+    def forward(self, x):
+        return super().forward(x.flatten(1)).detach()
+
+class sums(Linear):
+    def forward(self, x):
+        return super().forward(x.flatten(1)).sum(0, keepdim=True)
+"""
+
+
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
@@ -68,6 +93,23 @@ def fit(*settings: str) -> list[str]:
         (fit("fit.prior_precision=.nan"), "fit.prior_precision expects a positive, finite number, but got nan."),
         (fit("fit.prior_precision=[1"), "the value of fit.prior_precision is not valid YAML"),
         (fit("tuning.protocol=crossfits"), "but got 'crossfits'; did you mean 'crossfit'?"),
+        (
+            fit("tuning=crossfits"),
+            "tuning.protocol expects one of crossfit, validation, none, but got 'crossfits'; did",
+        ),
+        (fit("tuning=3"), "'tuning' expects a section of settings, but got 3."),
+        (fit("checkpoint.every_seconds=-1"), "checkpoint.every_seconds expects a finite number of at least 0, but got"),
+        (fit("checkpoint.every_seconds=.nan"), "expects a finite number of at least 0, but got nan."),
+        (fit("model.weight_decay=-1"), "model.weight_decay expects a finite number of at least 0, but got -1.0."),
+        (fit("seed=99999999999999999999999"), "seed expects a whole number of at most 4294967295, but got 9999999999"),
+        (fit(f"fit.prior_precision=1{400 * '0'}"), "fit.prior_precision expects a number, but got 1000"),
+        (fit("fit.refine_epochs=0"), "fit.refine_epochs expects a positive, finite number, but got 0.0."),
+        (fit("fit.policy=clustres"), "The settings under 'fit' cannot be used: policy expects one of"),
+        (fit("fit.options={cotangents: 0}"), "cotangents expects a whole number of at least 1, but got 0."),
+        (
+            fit("fit.subset_of_weights=last_layer", "fit.options={last_layer_name: head}"),
+            "The network has no layer 'head' (last_layer_name, under fit.options).",
+        ),
         (fit("tuning.precision_max=0.0001"), "expects a number below tuning.precision_max, but got 0.001 and 0.0001."),
         (fit("evaluate.baselines=[kfca]"), "evaluate.baselines expects one of map, temperature, prior"),
         (fit("data.ood={a: 1}"), "data.ood expects a list of names, for instance [a, b], but got {'a': 1}."),
@@ -80,12 +122,41 @@ def fit(*settings: str) -> list[str]:
         (fit("data.name=arrays"), "data.name 'arrays' expects a file in data.train"),
         (fit("data.name=arrays", "data.train=no.npz"), "There is no file 'no.npz'; data.train expects"),
         (fit("data.name=image_folder", "data.train=absent"), "data.train expects a folder with a folder of images"),
+        (fit("data.name=arrays", "data.train=one_class.csv"), "expects inputs of at least two classes, but got one"),
+        (
+            fit("data.name=arrays", "data.train=one_class.csv", "kernel.name=RBF"),
+            "of at least two classes, but got one",
+        ),
+        (
+            fit("data.name=arrays", "data.train=two_lines.csv"),
+            "expects three x, one of them to be tested on, or others",
+        ),
+        (["evaluate", *fit("tuning.validation_size=449", "tuning=validation")[1:]], "two inputs fewer than the 450 of"),
         (fit("data.ood=[rotatd]"), "but got 'rotatd'; did you mean 'rotated'?"),
         (fit("model.name=lenett"), "There is no model 'lenett'; did you mean 'lenet'?"),
         (fit("model.name=lenet"), "'lenet' expects square images with sides of at least 12"),
         (fit("model.name=cifar_resnet20"), "expects square images with 3 channels"),
         (fit("model.name=no_such_module:make"), "Cannot import the model 'no_such_module:make'"),
         (fit("model.arguments={size: 3}"), "model.arguments do not suit 'cnn'"),
+        (
+            fit("model.name=mlp", "model.arguments={width: 0}"),
+            "width expects a whole number of at least 1, but got 0).",
+        ),
+        (
+            fit("model.arguments={width: -3}"),
+            "do not suit 'cnn' (TypeError: width expects a whole number of at least 1",
+        ),
+        (fit("model.name=resnet18", "model.arguments={weights: nope}"), "do not suit 'resnet18' (KeyError: 'nope')."),
+        (fit("model.name=alexnet"), "'alexnet' cannot be used with inputs of shape (1, 8, 8) (RuntimeError: "),
+        (fit("model.name=mine_cli:fails"), "with model.arguments {} (ValueError: no such width)."),
+        (
+            fit("model.name=mine_cli:asserts"),
+            "cannot be used with inputs of shape (1, 8, 8) (AssertionError: too small)",
+        ),
+        (fit("model.name=mine_cli:detaches"), "shape (1, 8, 8) (RuntimeError: element 0 of tensors does not require"),
+        (fit("model.name=mine_cli:sums"), "two inputs are expected to have two rows of outputs, but have 1)."),
+        (fit("model.name=broken_cli:make"), "Cannot import the model 'broken_cli:make'; install it, or run where it"),
+        (fit("model.name=mine_cli:absent"), "Cannot find the model 'mine_cli:absent': 'mine_cli' has no 'absent'."),
         (fit("model.checkpoint=no.safetensors"), "There is no checkpoint at 'no.safetensors'"),
         (fit("model.checkpoint=figure.png"), "'figure.png' is"),
         (fit("model.checkpoint=other.safetensors"), "is a checkpoint of another architecture than 'cnn': it lacks"),
@@ -121,6 +192,10 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
     save_file({"weight": torch.zeros(2)}, tmp_path / "other.safetensors")
     save_file(models.cnn(20, (1, 8, 8)).state_dict(), tmp_path / "twenty.safetensors")
     torch.save({"model": Path("x")}, tmp_path / "objects.pt")
+    (tmp_path / "one_class.csv").write_text("1,2,0\n" * 10)
+    (tmp_path / "two_lines.csv").write_text("1,2,0\n1,3,1\n")
+    (tmp_path / "mine_cli.py").write_text(MINE)
+    (tmp_path / "broken_cli.py").write_text("1 +\n")
     code, error = outcome(argv, capsys)
     assert (code, error.count("\n")) == (2, 1), error
     assert sentence in error and error.startswith("ntk-iterncgp: ")
@@ -202,7 +277,7 @@ def test_a_file_system_that_takes_no_more_ends_in_a_sentence_and_leaves_no_resul
     assert code == 1 and last.startswith("ntk-iterncgp: cannot read or write") and "File too large" in last
     assert "Traceback" not in error
     left = sorted(p.name for p in (tmp_path / "out").iterdir())
-    assert left == ["checkpoint", "config.yaml", "model.safetensors", "run.log"]  # the next time it goes on
+    assert left == ["checkpoint", "model.safetensors", "run.log"]  # the next time it goes on
 
 
 @pytest.mark.parametrize(
@@ -232,6 +307,88 @@ def test_a_real_interrupt_gives_130_and_no_result(tmp_path: Path, settings: tupl
     assert "Traceback" not in error and not list((tmp_path / "out").glob("*posterior*"))
 
 
+@pytest.mark.parametrize("kind", ["kernel.name=RBF", "model.train_epochs=0"], ids=["kernel", "network"])
+def test_too_little_memory_is_one_sentence_and_leaves_no_result(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for room in ("gp_checks", "network.cost"):
+        monkeypatch.setattr(f"ntk_iterncgp.{room}.available_bytes", lambda device: 2**20)
+    (tmp_path / "empty.yaml").touch()
+    code, error = outcome([*fit(kind), "--output-dir", "out"], capsys)
+    last = error.splitlines()[-1]
+    assert code == 1 and "The fit is expected to fit in memory, but it takes" in last and "Traceback" not in error
+    assert last.startswith("ntk-iterncgp: ") and not list((tmp_path / "out").glob("*posterior*"))
+
+
+def test_what_the_machine_refuses_is_a_sentence_and_a_defect_is_not_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(text: str, kind: type[Exception] = RuntimeError) -> None:
+        raise kind(text)
+
+    (tmp_path / "empty.yaml").touch()
+    runs = importlib.import_module("ntk_iterncgp.runs")
+    monkeypatch.setattr(runs, "fit", lambda config: fail("DefaultCPUAllocator: can't allocate memory: 9 bytes\nmore"))
+    code, error = outcome(fit(), capsys)
+    assert (code, error.count("\n")) == (1, 1) and "there is too little memory (DefaultCPUAllocator" in error
+    monkeypatch.setattr(runs, "fit", lambda config: fail("a posterior contradicts itself.", SelfCheckError))
+    assert outcome(fit(), capsys) == (1, "ntk-iterncgp: a posterior contradicts itself.\n")
+    monkeypatch.setattr(runs, "fit", lambda config: fail("a defect"))
+    with pytest.raises(RuntimeError, match="a defect"):
+        cli.main(fit())
+
+
+@pytest.mark.parametrize(
+    ("settings", "stage", "other"),
+    [
+        (("model.train_epochs=1", "fit.num_actions=2"), "ntk_iterncgp.runs.fit.fit_network", "data.train_limit=50"),
+        (("model.train_epochs=1", "fit.num_actions=2"), "ntk_iterncgp.runs.fit.tune", "fit.num_actions=3"),
+        (("kernel.name=RBF", "kernel.max_products=2"), "ntk_iterncgp.runs.fit.save", "kernel.max_products=3"),
+    ],
+    ids=["training", "network", "kernel"],
+)
+def test_what_a_killed_run_left_is_not_taken_by_another_run(
+    settings: tuple[str, ...],
+    stage: str,
+    other: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    (tmp_path / "empty.yaml").touch()
+    command = [*fit("data.train_limit=60", *settings), "--output-dir", "out"]
+    with monkeypatch.context() as patch:
+        room, _, name = stage.rpartition(".")
+        patch.setattr(importlib.import_module(room), name, interrupt)
+        assert outcome(command, capsys)[0] == 130
+    code, error = outcome([*command, "--set", other], capsys)
+    setting, _, value = other.partition("=")
+    last, name = error.splitlines()[-1], setting.rpartition(".")[2]
+    assert code == 2 and "is expected to be of this run, but" in last and "Traceback" not in error
+    assert name in last and f"and here it is {value}" in last
+    assert not list((tmp_path / "out").glob("*posterior*"))
+
+
+def test_interrupting_a_search_for_hyperparameters_gives_130_and_says_what_was_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(state: object, *settings: object) -> Iterator[object]:
+        yield state
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ntk_iterncgp.gp.newton", interrupted)
+    (tmp_path / "empty.yaml").touch()
+    settings = ("data.train_limit=40", "kernel.name=RBF", "kernel.optimize_steps=9", "kernel.refine_products=3")
+    code, error = outcome([*fit(*settings), "--output-dir", "out"], capsys)
+    assert code == 130 and error.endswith("\nntk-iterncgp: interrupted.\n") and "Traceback" not in error
+    log = (tmp_path / "out" / "run.log").read_text(encoding="utf-8")
+    assert "Hyperparameters: RBF" in log and "interrupted: ELBO" in log and "in 1 fit," in log
+    assert not list((tmp_path / "out").glob("*posterior*"))
+
+
 def test_interrupting_gives_130_and_no_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -243,7 +400,7 @@ def test_interrupting_gives_130_and_no_result(
     (tmp_path / "empty.yaml").touch()
     code, error = outcome([*fit(), "--output-dir", "out"], capsys)
     assert code == 130 and error.endswith("\nntk-iterncgp: interrupted.\n")
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.yaml", "run.log"]
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["run.log"]
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
@@ -324,6 +481,11 @@ def test_settings_come_from_defaults_then_file_then_command_line(tmp_path: Path)
     settings = config.load(file, ["fit.num_actions=9", "fit.max_rank=null", "data.ood=noise"])
     assert (settings.fit.prior_precision, settings.fit.num_actions, settings.data.ood) == (0.1, 9, ("noise",))
     assert settings.output_dir == "runs/some"
+    file.write_text("tuning: none\n")  # short for the section with its protocol
+    assert config.load(file).tuning.protocol == "none"
+    assert config.load(file, ["tuning=crossfit"]) == config.load(file, ["tuning.protocol=crossfit"])
+    settings = config.load(file, ["tuning=validation", "tuning.validation_size=7"])
+    assert (settings.tuning.protocol, settings.tuning.validation_size) == ("validation", 7)
     file.write_text(config.as_yaml(settings))  # what a run writes beside its results is the same run
     assert config.load(file) == settings
 

@@ -21,6 +21,7 @@ from ntk_iterncgp.evaluation.families import Latent, Tempered
 from ntk_iterncgp.evaluation.links import class_probabilities, entropy, mutual_information
 from ntk_iterncgp.evaluation.stopwatch import Stopwatch, reset_peak
 from ntk_iterncgp.evaluation.valla import VariationalPosterior, fit_valla
+from ntk_iterncgp.memory import highest_bytes, peak_resident_bytes
 from ntk_iterncgp.priors.jacobian import Jacobian
 from ntk_iterncgp.priors.rows import DenseRows
 
@@ -140,6 +141,16 @@ def test_a_stopwatch_sees_memory_that_was_given_back() -> None:
     assert watch.seconds["fit"] > 0
 
 
+def test_the_peak_of_the_whole_process_outlives_a_stopwatch() -> None:
+    if reset_peak() is None:
+        pytest.skip("the peak of memory is known on Linux only")
+    torch.ones(2**24).sum()
+    before = highest_bytes()
+    with Stopwatch()("fit", memory=True):
+        pass
+    assert highest_bytes() >= before > peak_resident_bytes()
+
+
 def test_the_prior_alone_is_the_kernel_over_the_precision() -> None:
     model, loader, x = problem()
     J = rows_at(model, x).jacobian
@@ -168,8 +179,11 @@ def test_no_fold_is_scored_with_what_it_was_tuned_on() -> None:
     assert len(tune) == 3 and sorted([*tune.tolist(), *score.tolist()]) == list(range(11))
     ((tune, score),) = folds("none", 11, validation_size=3, seed=0)
     assert len(tune) == 0 and len(score) == 11
-    with pytest.raises(ValueError, match="fewer inputs than the 3 of the test set"):
-        folds("validation", 3, validation_size=3, seed=0)
+    assert [len(folds("validation", n, validation_size=None, seed=0)[0][0]) for n in (450, 5000)] == [225, 1000]
+    with pytest.raises(ValueError, match="at least two inputs fewer than the 3 of the test set, but got 2"):
+        folds("validation", 3, validation_size=2, seed=0)
+    with pytest.raises(ValueError, match="at least two test inputs, but got 1"):
+        folds("crossfit", 1, validation_size=None, seed=0)
 
 
 def test_crossfitting_finds_the_best_temperature_of_each_half() -> None:

@@ -11,6 +11,20 @@ PROBABILITIES = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.6, 0.3], [0.25, 0.25, 0.5
 LABELS = torch.tensor([0, 1, 0, 0])
 
 
+def test_adaptive_ece_equals_its_value_by_hand() -> None:
+    """Confidences .51, .52 … .80, hence two in each of 15 bins; of each three bins both, none and one of two are right.
+
+    Of bin k the confidences add up to 1 + (4k + 3)/100, so its gaps sum to 1 − (4k + 3)/100, 1 + (4k + 3)/100 and
+    (4k + 3)/100, and those of all bins to 3.65 + 6.55 + 1.75.
+    """
+    confidence = 0.5 + torch.arange(1, 31, dtype=torch.float64) / 100
+    labels = torch.tensor([1, 1, 0, 0, 1, 0]).repeat(5)  # class 1 is predicted
+    order = torch.randperm(30, generator=torch.Generator().manual_seed(0))
+    found = classification_metrics(confidence[order], labels[order])
+    assert found.adaptive_ece == pytest.approx(11.95 / 30, abs=1e-12)
+    assert found.ece != pytest.approx(11.95 / 30, abs=1e-3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_metrics_equal_their_values_by_hand(dtype: torch.dtype) -> None:
     metrics = classification_metrics(PROBABILITIES.to(dtype), LABELS)

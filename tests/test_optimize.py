@@ -10,7 +10,9 @@ from ntk_iterncgp import NonConjugateGP, kernels, likelihoods
 from ntk_iterncgp.hyperparameters import climb, elbo_at, hyperparameters
 from ntk_iterncgp.kernels import RBF, Kernel, Matern32
 from ntk_iterncgp.posterior import Posterior
+from ntk_iterncgp.solver import State, resolve_policy
 
+curvature_residual = resolve_policy("curvature_residual")
 NAMES = ["gaussian", "bernoulli", "poisson", "softmax"]
 NOISE = 0.2
 
@@ -120,6 +122,45 @@ def test_what_is_fixed_stays_and_each_output_has_its_own() -> None:
     assert found["1.lengthscale"] == 0.5
     assert found["0.lengthscale"] != 0.5 and found["2.lengthscale"] != found["0.lengthscale"]
     assert len(gp.kernels) == 3 and isinstance(gp.kernels[1], RBF)
+
+
+@pytest.mark.parametrize("in_first_fit", [True, False])
+@pytest.mark.filterwarnings("ignore:The run was interrupted")
+def test_an_interrupt_ends_the_search_with_the_best_fit_so_far(in_first_fit: bool) -> None:
+    def policy(state: State) -> Tensor:
+        is_first = float(state.problem.prior.kernels[0].hyperparameters()["lengthscale"]) == 1.0
+        if is_first == in_first_fit and state.num_products > 1:
+            raise KeyboardInterrupt
+        return curvature_residual(state)
+
+    X, y, likelihood = problem("poisson", 40, Matern32(0.2))
+    gp = NonConjugateGP(Matern32(1.0), likelihood, policy=policy, max_products=40).optimize(X, y)
+    assert gp.optimization_ is not None and str(gp.optimization_).startswith("interrupted: ELBO")
+    history = [line["elbo"] for line in gp.optimization_.history]
+    assert len(history) == (1 if in_first_fit else 2)  # no fit comes after it
+    assert gp.optimization_.elbo == max(history) == pytest.approx(gp.elbo())
+    assert gp.optimization_.hyperparameters == {
+        name: value.item() for name, value in gp.kernels[0].hyperparameters().items()
+    }
+    assert (gp.report_.status == "interrupted") == in_first_fit
+
+
+def test_an_interrupt_between_fits_keeps_the_last_and_one_before_any_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    X, y, likelihood = problem("poisson", 20, Matern32(0.2))
+    gp = NonConjugateGP(RBF(0.5), likelihood, max_products=20)
+    with monkeypatch.context() as patch:
+        patch.setattr("ntk_iterncgp.posterior.Posterior.elbo", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            gp.optimize(X, y)
+    assert gp.optimization_ is None and gp.kernels[0].hyperparameters()["lengthscale"].item() == 0.5
+    monkeypatch.setattr("ntk_iterncgp.hyperparameters.climb", interrupt)
+    assert gp.optimize(X, y).optimization_ is not None and gp.optimization_.status == "interrupted"
+    assert gp.report_.status == "converged"
 
 
 def test_wrong_requests_are_refused_before_any_fit() -> None:

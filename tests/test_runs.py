@@ -2,6 +2,7 @@
 
 import base64
 import csv
+import importlib
 import json
 import os
 import re
@@ -19,8 +20,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ntk_iterncgp import NonConjugateGP, cli, datasets, demo, files, kernels, likelihoods, models
-from ntk_iterncgp.config import ConfigError, DataConfig, load
+from ntk_iterncgp.config import ConfigError, DataConfig, ModelConfig, load
 from ntk_iterncgp.evaluation.links import class_probabilities
+from ntk_iterncgp.evaluation.stopwatch import reset_peak
 from ntk_iterncgp.runs.predict import restore
 from ntk_iterncgp.runs.predictor import KernelPredictor
 
@@ -36,7 +38,6 @@ SMALL = [
     "fit.num_actions=6",
     "evaluate.link_samples=64",
     "evaluate.bootstrap=200",
-    "tuning.validation_size=60",
 ]
 
 
@@ -77,6 +78,34 @@ def test_the_resolved_settings_repeat_the_run(run: Path) -> None:
     config = load(run / "config.yaml")
     assert config.data.train_limit == 300 and config.data.ood == ("rotated", "noise")
     assert config.output_dir == str(run)
+
+
+def test_a_run_that_fails_leaves_the_settings_of_the_results_that_lie_there(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*arguments: object, **settings: object) -> None:
+        raise KeyboardInterrupt
+
+    folder = tmp_path / "out"
+    shutil.copytree(run, folder)
+    (tmp_path / "small.yaml").touch()
+    other = [str(tmp_path / "small.yaml"), *sets([*SMALL, "fit.num_actions=3"]), "--output-dir", str(folder)]
+
+    def replaced() -> list[str]:
+        return [
+            p.name for p in sorted(folder.iterdir()) if p.is_file() and p.read_bytes() != (run / p.name).read_bytes()
+        ]
+
+    evaluation = importlib.import_module("ntk_iterncgp.runs.evaluate")
+    with monkeypatch.context() as patch:
+        patch.setattr(models, "train", interrupt)
+        assert cli.main(["fit", *other]) == 130 and replaced() == ["run.log"]
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "compare_network", interrupt)
+        assert cli.main(["evaluate", *other]) == 130
+    assert replaced() == ["posterior.json", "posterior.safetensors", "run.log"]  # which say what they were fitted with
+    assert cli.main(["fit", *other]) == 0
+    assert load(folder / "config.yaml").fit.num_actions == 3
 
 
 def test_the_posterior_file_predicts_as_the_posterior_does(run: Path, tmp_path: Path) -> None:
@@ -147,7 +176,13 @@ def test_ours_is_close_to_the_truth_and_never_below_it(run: Path) -> None:
         assert len(method["hyperparameters"]) == 2
         assert (method["difference_to_ours"] is None) == (name == "ours")
         assert (method["probit"] is None) == (name in ("map", "temperature"))
-    assert len(results["verdict"]) == 3 and results["cost"]["peak_memory_bytes"] > 0
+    assert len(results["verdict"]) == 3
+    peaks = {name: method["fit_peak_bytes"] for name, method in methods.items()}
+    assert peaks["map"] is None and all(methods[name]["fit_seconds"] > 0 for name in ("ours", "kfac", "exact"))
+    if reset_peak() is not None:  # where the system can tell
+        assert all(0 <= peaks[name] <= results["cost"]["peak_memory_bytes"] for name in ("ours", "kfac", "exact"))
+    text = (run / "report.html").read_text(encoding="utf-8")
+    assert "fit (MiB)" in text
 
 
 class Outline(HTMLParser):
@@ -227,7 +262,11 @@ def test_a_kernel_takes_the_place_of_the_network(tmp_path: Path) -> None:
     arguments = [str(tmp_path / "gp.yaml"), *sets(small), "--output-dir", str(tmp_path / "out")]
     assert cli.main(["evaluate", *arguments]) == 0
     results = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))
-    assert [method["name"] for method in results["methods"]] == ["map", "temperature", "ours"]
+    labels = {"map": "the mean alone", "temperature": "temperature scaling", "ours": "ours"}
+    assert {method["name"]: method["label"] for method in results["methods"]} == labels
+    reason = "It is about the weights of a network, and this run has a kernel in its place."
+    assert results["unavailable"] == {"prior only": reason, "last layer (laplace-torch)": reason}
+    assert "prior only: not available here." in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert results["methods"][2]["accuracy"] > 0.5 and results["about"]["kernel"].startswith("Matern52")
     assert (tmp_path / "out" / "report.html").exists()
     config = load(tmp_path / "out" / "config.yaml")
@@ -238,6 +277,15 @@ def test_a_kernel_takes_the_place_of_the_network(tmp_path: Path) -> None:
     rows = list(csv.DictReader(new.read_text(encoding="utf-8").splitlines()))
     right = [int(row["class"]) == label for row, label in zip(rows, data.test[:][1].tolist(), strict=True)]
     assert np.mean(right) == pytest.approx(results["methods"][2]["accuracy"])
+
+
+def test_hyperparameters_may_be_chosen_on_half_of_the_test_set(tmp_path: Path) -> None:
+    (tmp_path / "gp.yaml").write_text("kernel: {name: Matern52, max_products: 4}\ntuning: validation\n")
+    small = [*(s for s in SMALL if s.startswith("data.")), "evaluate.link_samples=64"]
+    assert cli.main(["evaluate", str(tmp_path / "gp.yaml"), *sets(small), "--output-dir", str(tmp_path / "out")]) == 0
+    results = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))
+    assert results["num_scored"] == 60 and results["config"]["tuning"]["protocol"] == "validation"
+    assert all(len(method["hyperparameters"]) == 1 for method in results["methods"])
 
 
 def test_a_checkpoint_that_is_newer_than_the_posterior_is_fitted_again(tmp_path: Path) -> None:
@@ -373,6 +421,18 @@ def test_folders_of_images_are_data_and_single_images_are_inputs(tmp_path: Path)
         datasets.inputs_for(tmp_path / "test", data.scaling, data.input_shape)
 
 
+def test_a_test_folder_has_the_labels_of_the_training_folder(tmp_path: Path) -> None:
+    for folder in ("train/cat", "train/dog", "test/dog", "other/dog", "other/eel"):
+        (tmp_path / folder).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / folder / "0.png")
+    config = DataConfig(name="image_folder", train=str(tmp_path / "train"), test=str(tmp_path / "test"), image_size=8)
+    data = datasets.load(config, seed=0)
+    assert data.class_names == ("cat", "dog") and datasets.labels_of(data.test).tolist() == [1]
+    assert data.test[0][1] == 1
+    with pytest.raises(ConfigError, match=r"called like those in data\.train, but .*other' has eel besides"):
+        datasets.load(replace(config, test=str(tmp_path / "other")), seed=0)
+
+
 REAL = os.environ.get("NTK_ITERNCGP_DATA")
 
 
@@ -400,6 +460,15 @@ def test_the_built_in_networks_have_the_sizes_they_say() -> None:
     assert models.build("resnet18", 4, (3, 64, 64))(torch.zeros(1, 3, 64, 64)).shape == (1, 4)
 
 
+def test_a_network_with_auxiliary_outputs_is_trained_by_its_own() -> None:
+    torch.manual_seed(0)
+    model = models.build("googlenet", 2, (3, 32, 32), {"init_weights": False})
+    data = torch.utils.data.TensorDataset(torch.randn(4, 3, 32, 32), torch.arange(4) % 2)
+    settings = ModelConfig(train_epochs=1, train_batch_size=4)
+    share = models.train(model, data, settings, task="classification", seed=0, device=torch.device("cpu"))
+    assert 0 <= share <= 1 and model(data.tensors[0]).shape == (4, 2)
+
+
 def test_one_number_that_was_expanded_is_saved_like_any_other(tmp_path: Path) -> None:
     state = {"one": torch.tensor(2.5, dtype=torch.float64).expand(1), "many": torch.arange(3.0).expand(2, 3)}
     files.save_posterior(tmp_path / "p.safetensors", state, {}, {})
@@ -417,4 +486,6 @@ def test_a_file_that_could_not_be_finished_leaves_the_old_one(tmp_path: Path) ->
 
     with pytest.raises(OSError, match="disk full"):
         files.write_atomically(target, fail)
+    with pytest.raises(OSError, match="disk full"):  # nor is one of several replaced
+        files.write_together({target: files.text_writer("new"), tmp_path / "report.html": fail})
     assert target.read_text() == "old" and list(tmp_path.iterdir()) == [target]

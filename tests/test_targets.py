@@ -17,6 +17,7 @@ from ntk_iterncgp import cli
 from ntk_iterncgp.config import RunConfig
 from ntk_iterncgp.evaluation.crossfit import folds
 from ntk_iterncgp.evaluation.regression import NOISES, Fixed, Ours, Spectral, Units, best_pair, compare, tune
+from ntk_iterncgp.evaluation.stopwatch import Stopwatch, reset_peak
 from ntk_iterncgp.laplace_addon import IterNCGPAllLaplace
 from ntk_iterncgp.laplace_addon.grid import pass_once
 from ntk_iterncgp.priors.jacobian import Jacobian
@@ -78,7 +79,7 @@ def test_the_noise_that_made_the_targets_is_found_and_covers_them() -> None:
         folds("crossfit", 4000, validation_size=1, seed=0),
         start=(1.0, 0.1),
         units=Units(5.0, 2.0),
-        seconds={},
+        watch=Stopwatch(),
         config=RunConfig(),
         unavailable={},
     )
@@ -141,6 +142,11 @@ def test_a_table_of_targets_is_fitted_predicted_and_evaluated(
     if "exact" in methods:
         assert results["variance_over_exact"]["least"] >= 1 - 1e-4
         assert results["unavailable"] == {"temperature": "It is offered for classification alone."}
+    else:
+        assert list(results["unavailable"]) == ["temperature", "prior only", "exact linearised Laplace"]
+    assert ours["fit_seconds"] > 0 and results["methods"][0]["fit_peak_bytes"] is None
+    if reset_peak() is not None:  # where the system can tell
+        assert ours["fit_peak_bytes"] >= 0
     report = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert re.findall(r'class="panel" alt="([^"]*)"', report)[:3] == ["Coverage", "Predictions", "Errors"]
 

@@ -49,6 +49,13 @@ def load(config: DataConfig, *, seed: int) -> Data:
         hint = f"; did you mean '{near}'?" if near else "."
         raise ConfigError(f"data.name expects one of {', '.join(NAMES)}, but got '{config.name}'{hint}")
     train, test = _limited(data.train, config.train_limit, seed), _limited(data.test, config.test_limit, seed)
+    if len(train) < 2 or len(test) < 1:  # type: ignore[arg-type]
+        raise ConfigError(
+            f"data.name '{config.name}' expects at least two inputs to learn from and one to be tested on, but got "
+            f"{len(train)} and {len(test)}."  # type: ignore[arg-type]
+        )
+    if data.task == "classification" and data.num_outputs < 2:
+        raise ConfigError(f"data.name '{config.name}' expects inputs of at least two classes, but got one class.")
     data = replace(data, train=train, test=test)
     ood = {name: _limited(_other(name, data, config, seed), config.ood_limit, seed) for name in config.ood}
     return replace(data, ood=ood)

@@ -50,6 +50,8 @@ def user_arrays(config: DataConfig, seed: int) -> Data:
     x, y = _read_arrays(config.train, "data.train", config.task)
     if config.test is not None:
         test = _read_arrays(config.test, "data.test", config.task)
+    elif len(y) < 3:
+        raise ConfigError(f"'{config.train}' expects three x, one of them to be tested on, or others in data.test.")
     else:
         chosen = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
         held_out = chosen[: max(1, len(y) // 5)]
@@ -138,9 +140,9 @@ def image_folders(config: DataConfig, seed: int) -> Data:
         torchvision.transforms.Normalize(scaling.mean, scaling.std),
     ]
 
-    def opened(name: str | None, setting: str) -> Any:
+    def opened(name: str | None, setting: str, classes: tuple[str, ...] | None = None) -> Any:
         try:
-            return torchvision.datasets.ImageFolder(str(name), transform=torchvision.transforms.Compose(steps))
+            return _Images(str(name), torchvision.transforms.Compose(steps), classes)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise ConfigError(
                 f"{setting} expects a folder with a folder of images per class, but got '{name}'."
@@ -149,10 +151,30 @@ def image_folders(config: DataConfig, seed: int) -> Data:
     train = opened(config.train, "data.train")
     names, shape = tuple(train.classes), (3, config.image_size, config.image_size)
     if config.test is not None:
-        return Data(train, opened(config.test, "data.test"), scaling, names, shape)
+        return Data(train, opened(config.test, "data.test", names), scaling, names, shape)
     chosen = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed)).tolist()
     fifth = max(1, len(chosen) // 5)
     return Data(Subset(train, chosen[fifth:]), Subset(train, chosen[:fifth]), scaling, names, shape)
+
+
+class _Images(torchvision.datasets.ImageFolder):
+    """A folder of images with the labels of given classes: of itself it would number those that it happens to have."""
+
+    def __init__(self, root: str, transform: Any, given: tuple[str, ...] | None) -> None:
+        self.given = given
+        super().__init__(root, transform, allow_empty=given is not None)
+
+    def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
+        found, labels = super().find_classes(directory)
+        if self.given is None:
+            return found, labels
+        unknown = sorted(set(found) - set(self.given))
+        if unknown:
+            raise ConfigError(
+                f"data.test expects folders that are called like those in data.train, but '{directory}' has "
+                f"{', '.join(unknown[:3])}{' …' if len(unknown) > 3 else ''} besides."
+            )
+        return list(self.given), {name: label for label, name in enumerate(self.given)}
 
 
 def _image(path: Path, input_shape: tuple[int, ...]) -> Tensor:  # (channels, side, side), in [0, 1]

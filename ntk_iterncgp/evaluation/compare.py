@@ -20,7 +20,7 @@ from ntk_iterncgp.config import EvaluateConfig, RunConfig
 from ntk_iterncgp.data import evaluating
 from ntk_iterncgp.datasets import Data
 from ntk_iterncgp.evaluation.baselines import BASELINES, Baseline, Unavailable
-from ntk_iterncgp.evaluation.crossfit import Fold, Tuned, crossfit, folds, nll_of
+from ntk_iterncgp.evaluation.crossfit import Fold, Tuned, crossfit, folds_of, nll_of
 from ntk_iterncgp.evaluation.families import Family, Latent, Ours, Tempered
 from ntk_iterncgp.evaluation.links import entropy
 from ntk_iterncgp.evaluation.metrics import ClassificationMetrics, classification_metrics
@@ -159,17 +159,17 @@ def compare_families(
     unavailable: dict[str, str],
     prior: Ours | None = None,
     evident: int | None = None,  # where in the grid of precisions detection by variances is scored
+    names: Mapping[str, str] = LABELS,
 ) -> Comparison:
     """Tune, score and compare; `families` see the inputs of all sets, one after the other."""
     labels = labels.cpu()
-    tuning, settings = config.tuning, config.evaluate
-    all_folds = folds(tuning.protocol, len(labels), validation_size=tuning.validation_size, seed=config.seed)
+    settings, all_folds = config.evaluate, folds_of(config, len(labels))
     others = _other_folds(sizes, len(all_folds))
     results = []
     for name, family in families.items():
-        log(f"Tuning and scoring: {LABELS.get(name, name)}")
-        with watch(f"score {name}"):
-            results.append(_result(name, family, labels, all_folds, others, watch, evident))
+        label = names.get(name, name)
+        log(f"Tuning and scoring: {label}")
+        results.append(_result(name, label, family, labels, all_folds, others, watch, evident))
         if results[-1].tuned.at_edge:
             values = " / ".join(f"{value:.3g}" for value in results[-1].values)
             log(f"  tuned to {values}, an end of the grid: at the upper one, its variance does not help here")
@@ -275,6 +275,7 @@ def _other_folds(sizes: Mapping[str, int], num_folds: int) -> dict[str, tuple[Te
 
 def _result(
     name: str,
+    label: str,
     family: Family,
     labels: Tensor,
     all_folds: list[Fold],
@@ -303,7 +304,7 @@ def _result(
     seconds = watch.seconds
     return Result(
         name=name,
-        label=LABELS.get(name, name),
+        label=label,
         metrics=classification_metrics(p, y),
         probit=probit,
         aurc=area_under_risk_curve(confidence, predicted != y),

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from ntk_iterncgp.config import ConfigError, RunConfig
 from ntk_iterncgp.evaluation.families import Family
 
 COARSE = 4
+MOST_VALIDATION = 1000
 Fold = tuple[Tensor, Tensor]  # indices to choose on, indices to score
 
 
@@ -33,19 +35,29 @@ class Tuned:
     at_edge: bool  # a value lies at the end of the grid: the grid should be wider
 
 
-def folds(protocol: str, num_inputs: int, *, validation_size: int, seed: int) -> list[Fold]:
+def folds(protocol: str, num_inputs: int, *, validation_size: int | None, seed: int) -> list[Fold]:
+    """Two inputs are scored at least, for an interval of differences; `validation_size` None is half, at most 1000."""
+    if num_inputs < 2:
+        raise ConfigError(f"evaluate expects at least two test inputs, but got {num_inputs}. Name more in data.test.")
     order = torch.randperm(num_inputs, generator=torch.Generator().manual_seed(seed))
     if protocol == "none":
         return [(order[:0], order.sort().values)]
     if protocol == "validation":
-        if not 0 < validation_size < num_inputs:
-            raise ValueError(
-                f"tuning.validation_size expects fewer inputs than the {num_inputs} of the test set, but got "
-                f"{validation_size}."
+        size = min(MOST_VALIDATION, num_inputs // 2) if validation_size is None else validation_size
+        if not 0 < size <= num_inputs - 2:
+            raise ConfigError(
+                f"tuning.validation_size expects at least two inputs fewer than the {num_inputs} of the test set, but "
+                f"got {size}."
             )
-        return [(order[:validation_size].sort().values, order[validation_size:].sort().values)]
+        return [(order[:size].sort().values, order[size:].sort().values)]
     first, second = (part.sort().values for part in order.tensor_split(2))
     return [(second, first), (first, second)]
+
+
+def folds_of(config: RunConfig, num_inputs: int) -> list[Fold]:
+    """As the settings say."""
+    tuning = config.tuning
+    return folds(tuning.protocol, num_inputs, validation_size=tuning.validation_size, seed=config.seed)
 
 
 def crossfit(family: Family, labels: Tensor, all_folds: Sequence[Fold], link: str) -> Tuned:

@@ -10,12 +10,10 @@ import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 from typing import Any
 
 from ntk_iterncgp.config import RunConfig, as_yaml
 from ntk_iterncgp.evaluation.tables import Column, Table
-from ntk_iterncgp.files import write_text
 
 STYLE = """
 :root { color-scheme: light; --ink: #1b1f24; --soft: #59636e; --line: #d8dee4; --ours: #0072b2; --tint: #eef6fb; }
@@ -79,7 +77,7 @@ class Page:
     cost_note: str
 
 
-def write_report(path: Path, page: Page, config: RunConfig) -> None:
+def as_html(page: Page, config: RunConfig) -> str:
     missing = [f"{escape(label)}: not available here. {escape(why)}" for label, why in page.results.missing.items()]
     columns = [*page.results.columns, *(page.others.columns if page.others else [])]
     meanings = "".join(f"<dt>{escape(c.heading)}</dt><dd>{escape(c.sentence)}</dd>" for c in columns)
@@ -104,7 +102,7 @@ def write_report(path: Path, page: Page, config: RunConfig) -> None:
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(page.title)}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head>'
     )
-    write_text(path, f"{head}<body>\n" + "\n".join(body) + "\n</body></html>\n")
+    return f"{head}<body>\n" + "\n".join(body) + "\n</body></html>\n"
 
 
 def _figure(title: str, sentence: str, svg: str) -> str:
@@ -113,14 +111,15 @@ def _figure(title: str, sentence: str, svg: str) -> str:
     return f"<figure><figcaption><b>{escape(title)}</b>{escape(sentence)}</figcaption>{image}</figure>"
 
 
-def cost_table(results: Sequence[Any], fit: Mapping[str, Any]) -> Table:
-    """Seconds of each method; those of our fit are in its own report."""
+def cost_table(results: Sequence[Any]) -> Table:
+    """What each method took."""
 
-    def fit_seconds(result: Any) -> str:
-        return f"{float(fit['seconds']) if result.name == 'ours' else result.fit_seconds:.1f}"
+    def fit_mebibytes(result: Any) -> str:
+        return "–" if result.fit_bytes is None else f"{result.fit_bytes / 2**20:,.0f}"
 
     columns = [
-        Column("fit (s)", fit_seconds, "Seconds of the fit."),
+        Column("fit (s)", lambda r: f"{r.fit_seconds:.1f}", "Seconds of the fit."),
+        Column("fit (MiB)", fit_mebibytes, "The peak of memory in the fit, above what was held before it."),
         Column("moments of all inputs (s)", lambda r: f"{r.predict_seconds:.1f}", "Seconds of the predictions."),
     ]
     return Table(results, columns, {})
@@ -132,4 +131,5 @@ def cost_note(cost: Mapping[str, Any], rows_seconds: float) -> str:
         f"The whole run took {cost['seconds']:.0f} s and {cost['peak_memory_bytes'] / 2**20:,.0f} MiB at its peak, on "
         f"{cost['threads']} thread{'s' if cost['threads'] != 1 else ''}."
     )
-    return f"{rows if rows_seconds else ''}{whole}"
+    memory = "MiB of a fit are its peak of memory above what was held before it. "
+    return f"{rows if rows_seconds else ''}{memory}{whole}"

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ntk_iterncgp.config import RunConfig
 from ntk_iterncgp.evaluation.crossfit import Fold
+from ntk_iterncgp.evaluation.stopwatch import Stopwatch
 from ntk_iterncgp.evaluation.uncertainty import (
     Difference,
     RegressionMetrics,
@@ -113,6 +114,7 @@ class RegressionResult:
     losses: Tensor = field(repr=False)
     fit_seconds: float = 0.0
     predict_seconds: float = 0.0
+    fit_bytes: int | None = None  # the peak of memory, where it was measured
     difference: Difference | None = None  # its NLL less ours
 
     @property
@@ -191,7 +193,7 @@ def compare(
     *,
     start: tuple[float, float],  # δ and σ² where nothing is tuned
     units: Units,
-    seconds: dict[str, tuple[float, float]],  # of fitting and of predicting
+    watch: Stopwatch,  # what fitting and predicting took
     config: RunConfig,
     unavailable: dict[str, str],
 ) -> RegressionComparison:
@@ -199,12 +201,19 @@ def compare(
     results = {name: _scored(name, family, targets, folds, start, units) for name, family in families.items()}
     ours, kept = results["ours"], []
     for name, result in results.items():
-        fit_seconds, predict_seconds = seconds.get(name, (0.0, 0.0))
         difference = None
         if name != "ours":
             resamples = config.evaluate.bootstrap
             difference = bootstrap_difference(ours.losses, result.losses, num_resamples=resamples, seed=config.seed)
-        kept.append(replace(result, difference=difference, fit_seconds=fit_seconds, predict_seconds=predict_seconds))
+        kept.append(
+            replace(
+                result,
+                difference=difference,
+                fit_seconds=watch.seconds.get(f"fit {name}", 0.0),
+                predict_seconds=watch.seconds.get(f"see {name}", 0.0),
+                fit_bytes=watch.peak_bytes.get(f"fit {name}"),
+            )
+        )
     ratio = None
     if "exact" in families:
         precision, std = ours.values[0]

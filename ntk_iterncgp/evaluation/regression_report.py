@@ -132,6 +132,7 @@ def as_json(comparison: RegressionComparison) -> dict[str, Any]:
                 "difference_to_ours": asdict(r.difference) if r.difference else None,
                 "fit_seconds": r.fit_seconds,
                 "predict_seconds": r.predict_seconds,
+                "fit_peak_bytes": r.fit_bytes,
             }
             for r in comparison.results
         ],

@@ -157,6 +157,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
                 },
                 "fit_seconds": r.fit_seconds,
                 "predict_seconds": r.predict_seconds,
+                "fit_peak_bytes": r.fit_bytes,
             }
             for r in comparison.results
         ],

@@ -6,8 +6,6 @@ once more by the protocol of the settings: all are on one footing, and none is s
 
 from __future__ import annotations
 
-import resource
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +15,20 @@ from torch import Tensor
 from ntk_iterncgp.config import RunConfig, as_plain
 from ntk_iterncgp.datasets import labels_of
 from ntk_iterncgp.evaluation import figures, regression_report, report
-from ntk_iterncgp.evaluation.compare import Comparison, Stopwatch, compare_families, compare_network
+from ntk_iterncgp.evaluation.compare import LABELS, Comparison, Stopwatch, compare_families, compare_network
+from ntk_iterncgp.evaluation.crossfit import folds_of
 from ntk_iterncgp.evaluation.families import Family, Tabulated, Tempered
-from ntk_iterncgp.evaluation.html import Page, cost_note, cost_table, write_report
+from ntk_iterncgp.evaluation.html import Page, as_html, cost_note, cost_table
 from ntk_iterncgp.evaluation.pictures import cards
 from ntk_iterncgp.evaluation.regression import RegressionComparison
-from ntk_iterncgp.files import write_json, write_text
-from ntk_iterncgp.runs.fit import Fitted, fitted_to, save, saved_fit
+from ntk_iterncgp.files import as_json, text_writer, write_together
+from ntk_iterncgp.memory import highest_bytes
+from ntk_iterncgp.runs.fit import RESULTS, Fitted, fitted_to, save, saved_fit
 from ntk_iterncgp.runs.flavour import check_keywords
 from ntk_iterncgp.runs.kernel import flat_inputs
 from ntk_iterncgp.runs.predictor import KernelPredictor, NetworkPredictor
 from ntk_iterncgp.runs.prepare import Setting, num_weights, prepare
-from ntk_iterncgp.runs.targets import INPUTS_AT_ONCE, compare_targets
+from ntk_iterncgp.runs.targets import INPUTS_AT_ONCE, ONLY_NETWORKS, compare_targets
 
 NUM_PICTURES = 6  # of the most certain test images, and of the least
 
@@ -39,6 +39,7 @@ def evaluate(
     """The whole command: prints a table, writes `report.html`, `results.json` and `table.txt`."""
     check_keywords(config)
     setting = prepare(config, command)
+    folds_of(config, len(labels_of(setting.data.test)))  # too few inputs to tune on are found before the fit
     fitted = saved_fit(setting)
     if fitted is None:
         with setting.saved_as_it_goes():
@@ -69,7 +70,7 @@ def _finish_classes(setting: Setting, fitted: Fitted, about: dict[str, Any], tit
             others=report.others_table(comparison),
             panels=figures.panels(comparison, fitted.report),
             pictures=cards(comparison["ours"].probabilities, comparison.labels, pictures, setting.data.class_names),
-            costs=cost_table(comparison.results, fitted.report),
+            costs=cost_table(comparison.results),
             cost_note=cost_note(_cost(setting), comparison.rows_seconds),
         ),
         shown=report.on_screen(comparison),
@@ -79,7 +80,7 @@ def _finish_classes(setting: Setting, fitted: Fitted, about: dict[str, Any], tit
 
 
 def _finish_targets(setting: Setting, fitted: Fitted, about: dict[str, Any], title: str) -> RegressionComparison:
-    comparison = compare_targets(setting, fitted.predictor, fitted.model)
+    comparison = compare_targets(setting, fitted.predictor, fitted.model, _cost_of_fit(fitted))
     table = regression_report.results_table(comparison)
     _finish(
         setting,
@@ -93,7 +94,7 @@ def _finish_targets(setting: Setting, fitted: Fitted, about: dict[str, Any], tit
             others=None,
             panels=regression_report.panels(comparison, fitted.report),
             pictures="",
-            costs=cost_table(comparison.results, fitted.report),
+            costs=cost_table(comparison.results),
             cost_note=cost_note(_cost(setting), 0.0),
         ),
         shown=table.text(),
@@ -111,10 +112,10 @@ def _finish(
     for sentence in page.verdict:
         log(sentence)
     tables = [page.results.text(), *([page.others.text()] if page.others else [])]
-    write_text(folder / "table.txt", "\n\n".join(tables) + "\n")
     content = {"config": as_plain(config), "about": about, "fit": fitted.report, **numbers, "cost": _cost(setting)}
-    write_json(folder / "results.json", content)
-    write_report(folder / "report.html", page, config)
+    texts = {"table.txt": "\n\n".join(tables) + "\n", RESULTS: as_json(content), "report.html": as_html(page, config)}
+    files = {folder / name: text for name, text in texts.items()} | setting.resolved()
+    write_together({path: text_writer(text) for path, text in files.items()})
     log(f"\nReport:  {folder / 'report.html'}\nNumbers: {folder / 'results.json'}\nTook {log.seconds:.0f} s.")
 
 
@@ -127,16 +128,16 @@ def _about(setting: Setting, fitted: Fitted) -> dict[str, Any]:
 
 
 def _cost(setting: Setting) -> dict[str, Any]:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return {"seconds": setting.log.seconds, "peak_memory_bytes": peak, "threads": torch.get_num_threads()}
+    seconds, threads = setting.log.seconds, torch.get_num_threads()
+    return {"seconds": seconds, "peak_memory_bytes": highest_bytes(), "threads": threads}
 
 
 def _compare_classes(setting: Setting, fitted: Fitted) -> Comparison:
-    config, data = setting.config, setting.data
+    config, data, watch = setting.config, setting.data, _cost_of_fit(fitted)
     if isinstance(fitted.predictor, NetworkPredictor):
         assert fitted.model is not None
-        return compare_network(fitted.predictor.la, fitted.model, data, config, setting.log)
-    watch, sets = Stopwatch(), {"test": data.test, **data.ood}
+        return compare_network(fitted.predictor.la, fitted.model, data, config, setting.log, watch=watch)
+    sets = {"test": data.test, **data.ood}
     with watch("see ours"):
         inputs = torch.cat([flat_inputs(part, data.scaling, data.input_shape) for part in sets.values()])
         parts = [fitted.predictor.latent(x) for x in inputs.split(INPUTS_AT_ONCE)]
@@ -147,10 +148,24 @@ def _compare_classes(setting: Setting, fitted: Fitted) -> Comparison:
         "temperature": Tempered(mean, torch.logspace(-1, 1, 161, dtype=torch.float64)),
         "ours": Tabulated(mean, covariance[None], one, 1.0, config.evaluate.link_samples),
     }
-    families = {name: family for name, family in families.items() if name in (*config.evaluate.baselines, "ours")}
+    asked = config.evaluate.baselines
+    unavailable = {LABELS[name]: ONLY_NETWORKS for name in asked if name not in families}
+    families = {name: family for name, family in families.items() if name in (*asked, "ours")}
     sizes = {name: len(part) for name, part in sets.items()}  # type: ignore[arg-type]
     labels = labels_of(data.test)
-    return compare_families(families, labels, sizes, config, setting.log, watch=watch, unavailable={})
+    names = LABELS | {"map": "the mean alone"}
+    return compare_families(
+        families, labels, sizes, config, setting.log, watch=watch, unavailable=unavailable, names=names
+    )
+
+
+def _cost_of_fit(fitted: Fitted) -> Stopwatch:
+    """What the fit cost is in its report, also where it was another command's."""
+    watch, peak = Stopwatch(), fitted.report.get("peak_bytes")
+    watch.seconds["fit ours"] = float(fitted.report["seconds"])
+    if peak is not None:
+        watch.peak_bytes["fit ours"] = int(peak)
+    return watch
 
 
 def _pictures(setting: Setting, comparison: Comparison) -> dict[int, Tensor]:

@@ -15,16 +15,17 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ntk_iterncgp import parallel
-from ntk_iterncgp.config import ConfigError, RunConfig, as_plain
-from ntk_iterncgp.files import load_posterior, save_posterior, write_json
+from ntk_iterncgp.config import RunConfig, as_plain
+from ntk_iterncgp.files import as_json, load_posterior, save_posterior
 from ntk_iterncgp.runs.flavour import check_keywords, make_flavour
 from ntk_iterncgp.runs.kernel import fit_gp
 from ntk_iterncgp.runs.predict import restore
 from ntk_iterncgp.runs.predictor import KernelPredictor, NetworkPredictor, Predictor
 from ntk_iterncgp.runs.prepare import Setting, chosen_device, find_checkpoint, prepare, prepare_model
 from ntk_iterncgp.runs.tune import tune
+from ntk_iterncgp.settings import own_sentences
 
-POSTERIOR = "posterior.safetensors"
+POSTERIOR, RESULTS = "posterior.safetensors", "results.json"
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,13 +57,17 @@ def fitted_to(setting: Setting) -> Fitted:
     """The posterior of the settings, its hyperparameters chosen."""
     if setting.config.kernel.name is not None:
         gp = fit_gp(setting)
-        return Fitted(KernelPredictor.of(gp), None, asdict(gp.report_))
+        return Fitted(KernelPredictor.of(gp), None, _report(setting, gp))
     model = prepare_model(setting)
     la = fit_network(setting, model)
-    report = asdict(la.report_)
+    report = _report(setting, la)
     if parallel.is_main():  # who writes the posterior
         tune(setting, la)
     return Fitted(NetworkPredictor(la), model, report)
+
+
+def _report(setting: Setting, fitted: Any) -> dict[str, Any]:
+    return asdict(fitted.report_) | {"peak_bytes": setting.watch.peak_bytes.get("fit")}
 
 
 def fit_network(setting: Setting, model: nn.Module) -> Any:
@@ -70,21 +75,14 @@ def fit_network(setting: Setting, model: nn.Module) -> Any:
     config, log = setting.config, setting.log
     loader = DataLoader(setting.data.train, config.data.batch_size)
     la = make_flavour(config, model)
-    try:
-        if hasattr(la, "estimate_cost"):
-            log(str(la.estimate_cost(loader)))
+    with own_sentences(), warnings.catch_warnings():
+        log(str(la.estimate_cost(loader)))
         log(f"Fitting: {type(la).__name__} from {len(setting.data.train):,} data")  # type: ignore[arg-type]
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*nterrupt")  # said by the exit code
+        warnings.filterwarnings("ignore", message=".*nterrupt")  # said by the exit code
+        with setting.watch("fit", memory=True):
             la.fit(loader, progress_bar=True, checkpoint=setting.checkpoint)
             if config.fit.refine_epochs is not None and la.report_.status != "interrupted":
-                if not hasattr(la, "refine"):
-                    raise ConfigError("fit.refine_epochs expects a flavour that can be refined; leave it null.")
                 la.refine(loader, epochs=config.fit.refine_epochs, checkpoint=setting.checkpoint)
-    except ConfigError:
-        raise
-    except ValueError as error:  # the flavour's own sentences, about data and models
-        raise ConfigError(str(error)) from error
     if la.report_.status == "interrupted":
         raise KeyboardInterrupt
     log(str(la.report_))
@@ -92,7 +90,10 @@ def fit_network(setting: Setting, model: nn.Module) -> Any:
 
 
 def save(setting: Setting, fitted: Fitted) -> Path:
-    """The posterior file, and the same in small for people to read."""
+    """The posterior file, the same in small for people to read, and the settings.
+
+    Where an evaluation lies there, its settings stay beside it until the next one is complete.
+    """
     data, path = setting.data, setting.folder / POSTERIOR
     about = {
         "config": as_plain(setting.config),
@@ -104,9 +105,12 @@ def save(setting: Setting, fitted: Fitted) -> Path:
         "num_data": len(data.train),  # type: ignore[arg-type]
         "report": fitted.report,
     }
-    save_posterior(path, fitted.predictor.state(), {} if fitted.model is None else fitted.model.state_dict(), about)
     short = {key: value for key, value in fitted.report.items() if key != "history"}
-    write_json(setting.folder / "posterior.json", {**about, "report": short})
+    beside = {setting.folder / "posterior.json": as_json({**about, "report": short})}
+    if setting.command == "fit" or not (setting.folder / RESULTS).exists():
+        beside |= setting.resolved()
+    weights = {} if fitted.model is None else fitted.model.state_dict()
+    save_posterior(path, fitted.predictor.state(), weights, about, beside=beside)
     return path
 
 

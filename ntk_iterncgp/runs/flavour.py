@@ -28,6 +28,8 @@ def make_flavour(config: RunConfig, model: nn.Module) -> Any:
         )
     except (TypeError, ValueError) as error:
         raise ConfigError(f"The settings under 'fit' cannot be used: {error}") from error
+    except KeyError as error:
+        raise ConfigError(f"The network has no layer {error} (last_layer_name, under fit.options).") from error
 
 
 def check_keywords(config: RunConfig) -> None:

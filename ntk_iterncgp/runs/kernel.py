@@ -15,6 +15,7 @@ from ntk_iterncgp.datasets import Scaling, labels_of
 from ntk_iterncgp.gp import NonConjugateGP
 from ntk_iterncgp.likelihoods import Gaussian, Likelihood, Softmax
 from ntk_iterncgp.runs.prepare import Setting
+from ntk_iterncgp.settings import own_sentences
 
 
 def make_gp(config: RunConfig, num_outputs: int) -> NonConjugateGP:
@@ -35,15 +36,18 @@ def make_gp(config: RunConfig, num_outputs: int) -> NonConjugateGP:
 def fit_gp(setting: Setting) -> NonConjugateGP:
     """Fitted to all training data; its hyperparameters are those of the settings, or better ones if asked for."""
     config, data = setting.config, setting.data
-    gp = make_gp(config, data.num_outputs)
+    with own_sentences():
+        gp = make_gp(config, data.num_outputs)
     X = flat_inputs(data.train, data.scaling, data.input_shape).to(setting.device)
     y = labels_of(data.train).to(setting.device)
     setting.log(f"Fitting: {gp!r} to {len(X):,} data")
-    with warnings.catch_warnings():
+    with own_sentences(), warnings.catch_warnings(), setting.watch("fit", memory=True):
         warnings.filterwarnings("ignore", message=".*nterrupt")  # said by the exit code
         if config.kernel.optimize_steps:
             gp.optimize(X, y, max_steps=config.kernel.optimize_steps, progress_bar=True)
             setting.log(f"Hyperparameters: {gp.kernels[0]!r}, {gp.likelihood!r}; {gp.optimization_}")
+            if gp.optimization_ is not None and gp.optimization_.status == "interrupted":
+                raise KeyboardInterrupt
         else:
             gp.fit(X, y, progress_bar=True, checkpoint=setting.checkpoint)
         if config.kernel.refine_products and gp.report_.status != "interrupted":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -14,10 +14,13 @@ from torch.utils.data import DataLoader
 
 from ntk_iterncgp import datasets, models, parallel
 from ntk_iterncgp.checkpoint import Checkpoint, open_call
-from ntk_iterncgp.config import ConfigError, RunConfig, as_plain, as_yaml, prepare_output_dir
+from ntk_iterncgp.config import ConfigError, RunConfig, as_plain, as_yaml, flat, prepare_output_dir
 from ntk_iterncgp.data import FixedOrderData
-from ntk_iterncgp.files import write_atomically, write_text
+from ntk_iterncgp.evaluation.stopwatch import Stopwatch
+from ntk_iterncgp.files import write_atomically
 from ntk_iterncgp.network.progress import data_digests
+from ntk_iterncgp.priors.jacobian import as_outputs
+from ntk_iterncgp.runs.flavour import make_flavour
 
 MOST_HELD_OUT = 1000
 
@@ -46,11 +49,18 @@ class Setting:
     """Where a run stands once everything it needs has been found."""
 
     config: RunConfig
+    command: str
     folder: Path
     log: Log
     data: datasets.Data
     device: torch.device
     checkpoint: Checkpoint | None
+    watch: Stopwatch = field(default_factory=Stopwatch)
+
+    def resolved(self) -> dict[Path, str]:
+        """The file of all settings, to be written together with what came out."""
+        heading = f"# ntk-iterncgp {self.command}: all settings of this run"
+        return {self.folder / "config.yaml": f"{heading}\n{as_yaml(self.config)}"}
 
     def saved_as_it_goes(self) -> AbstractContextManager[object]:
         """While open, what a run has done is kept for the same command after a crash; at its end, no longer."""
@@ -58,7 +68,7 @@ class Setting:
 
 
 def prepare(config: RunConfig, command: str) -> Setting:
-    """Output folder with the resolved settings, and the data."""
+    """Output folder, log and data. An earlier run's files stay as they are until there is a result to replace them."""
     device = chosen_device(config.device)
     with parallel.main_first():
         data = datasets.load(config.data, seed=config.seed)
@@ -66,14 +76,13 @@ def prepare(config: RunConfig, command: str) -> Setting:
     folder = Path(config.output_dir)
     if parallel.is_main():
         folder = prepare_output_dir(config)
-        write_text(folder / "config.yaml", f"# ntk-iterncgp {command}: all settings of this run\n{as_yaml(config)}")
     log = Log(folder)
     sizes = f"{len(data.train):,} to learn from, {len(data.test):,} to be tested on"  # type: ignore[arg-type]
     others = "" if data.held_out is None else f", {len(data.held_out):,} held out"  # type: ignore[arg-type]
     others += "".join(f", {len(other):,} of {name}" for name, other in data.ood.items())  # type: ignore[arg-type]
     kind = "real targets" if data.task == "regression" else f"{data.num_outputs} classes"
     log(f"Data: {config.data.name}, {sizes}{others}, {kind}, inputs {data.input_shape}")
-    return Setting(config, folder, log, data, device, _checkpoint(config, folder, log))
+    return Setting(config, command, folder, log, data, device, _checkpoint(config, folder, log))
 
 
 def _checkpoint(config: RunConfig, folder: Path, log: Log) -> Checkpoint | None:
@@ -107,9 +116,9 @@ def prepare_model(setting: Setting) -> nn.Module:
         path = find_checkpoint(config)
         models.load_checkpoint(model, path, config.model.name)
         log(f"Model: {config.model.name}, {num_weights(model):,} weights from {path.name}")
-        check_outputs(model, setting)
+        check_model(model, setting)
         return model
-    check_outputs(model, setting)
+    check_model(model, setting)
     if not is_trained_here(config):
         log(f"Model: {config.model.name}, {num_weights(model):,} weights as they come")
         return model
@@ -135,7 +144,8 @@ def _trained(model: nn.Module, setting: Setting) -> float:
     """
     config, data = setting.config, setting.data
     plain = as_plain(config)
-    settings = {"data": plain["data"], "model": plain["model"], "seed": config.seed, "device": setting.device.type}
+    settings = dict(flat({"data": plain["data"], "model": plain["model"]}))  # one by one: what differs is named
+    settings |= {"seed": config.seed, "device": setting.device.type}
     call = open_call(setting.checkpoint, "train", lambda: (settings, {}))
     digests = None
     if call.is_kept:
@@ -148,7 +158,8 @@ def _trained(model: nn.Module, setting: Setting) -> float:
         return float(call.saved["fit"])
     fit = 0.0
     if parallel.is_main():
-        fit = models.train(model, data.train, config.model, task=data.task, seed=config.seed, device=setting.device)
+        with models.foreign(f"'{config.model.name}' cannot be trained on these data"):
+            fit = models.train(model, data.train, config.model, task=data.task, seed=config.seed, device=setting.device)
     parallel.same_model(model.eval())
     found = {"weights": model.state_dict(), "random": torch.get_rng_state(), "fit": fit, "data": digests}
     call.end(lambda: found)
@@ -162,18 +173,17 @@ def find_checkpoint(config: RunConfig) -> Path:
     return under_root if not path.exists() and under_root.exists() else path
 
 
-def check_outputs(model: nn.Module, setting: Setting) -> None:
-    """One output for each class, or one for the target."""
-    x = setting.data.train[0][0][None].to(setting.device)
-    try:
-        with torch.no_grad():
-            outputs = model(x)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"'{setting.config.model.name}' does not take inputs of shape {setting.data.input_shape} "
-            f"({str(error).partition(chr(10))[0][:120]}). Choose another model or other data."
-        ) from error
-    found, wanted = outputs.shape[-1], setting.data.num_outputs
+def check_model(model: nn.Module, setting: Setting) -> None:
+    """One output for each class, or one for the target; and a flavour can be made of it, before it is trained."""
+    x, name = torch.stack([setting.data.train[i][0] for i in range(2)]).to(setting.device), setting.config.model.name
+    with models.foreign(f"'{name}' cannot be used with inputs of shape {setting.data.input_shape}"):
+        outputs = as_outputs(model(x))
+        if len(outputs) != len(x):
+            raise ValueError(f"two inputs are expected to have two rows of outputs, but have {len(outputs)}")
+        weights = [p for p in model.parameters() if p.requires_grad]
+        if weights:  # what a fit will ask for
+            torch.autograd.grad(outputs.sum(), weights, allow_unused=True)
+    found, wanted = outputs.shape[1], setting.data.num_outputs
     of_arrays = setting.config.data.name == "arrays" and setting.data.task == "classification"
     if found < wanted or (found > wanted and not of_arrays):  # the highest classes may be missing from a sample
         each = "one for each class of the data" if setting.data.task == "classification" else "for the target"
@@ -181,6 +191,7 @@ def check_outputs(model: nn.Module, setting: Setting) -> None:
             f"The model is expected to have {wanted} outputs, {each}, but has {found}. Check data.name, data.task, "
             "model.checkpoint and model.arguments."
         )
+    make_flavour(setting.config, model)
 
 
 def chosen_device(name: str) -> torch.device:

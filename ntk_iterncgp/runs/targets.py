@@ -11,8 +11,9 @@ from torch.utils.data import DataLoader
 from ntk_iterncgp.datasets import labels_of
 from ntk_iterncgp.evaluation.baselines import rows_of
 from ntk_iterncgp.evaluation.compare import Stopwatch, precision_grid
-from ntk_iterncgp.evaluation.crossfit import folds
+from ntk_iterncgp.evaluation.crossfit import folds_of
 from ntk_iterncgp.evaluation.regression import (
+    LABELS,
     Fixed,
     GaussianFamily,
     Ours,
@@ -27,32 +28,37 @@ from ntk_iterncgp.runs.kernel import flat_inputs
 from ntk_iterncgp.runs.predictor import NetworkPredictor, Predictor
 from ntk_iterncgp.runs.prepare import Setting
 
+OFFERED = ("map", "prior", "exact")
 ONLY_CLASSES = "It is offered for classification alone."
+ONLY_NETWORKS = "It is about the weights of a network, and this run has a kernel in its place."
 INPUTS_AT_ONCE = 500
 
 
-def compare_targets(setting: Setting, predictor: Predictor, model: nn.Module | None) -> RegressionComparison:
+def compare_targets(
+    setting: Setting, predictor: Predictor, model: nn.Module | None, watch: Stopwatch
+) -> RegressionComparison:
     """Ours beside constant noise, the prior alone and the exact posterior, as the settings ask."""
     config, scaling = setting.config, setting.data.target_scaling
     assert scaling is not None
-    watch = Stopwatch()
-    unavailable: dict[str, str] = {}
+    unavailable = {_label(name): ONLY_CLASSES for name in config.evaluate.baselines if name not in OFFERED}
     if isinstance(predictor, NetworkPredictor):
         assert model is not None
-        families, unavailable = _of_network(setting, predictor.la, model, watch)
+        families, too_large = _of_network(setting, predictor.la, model, watch)
+        unavailable |= too_large
         start = (float(predictor.la.prior_precision.reshape(-1)[0]), predictor.noise_variance)
     else:
         families, start = _of_kernel(setting, predictor, watch), (1.0, predictor.noise_variance)
+        about_weights = [name for name in config.evaluate.baselines if name in OFFERED and name not in families]
+        unavailable |= {_label(name): ONLY_NETWORKS for name in about_weights}
     wanted = {*config.evaluate.baselines, "ours"}
     targets = labels_of(setting.data.test)[:, 0].double()
-    seconds = watch.seconds
     return compare(
         {name: family for name, family in families.items() if name in wanted},
         targets,
-        folds(config.tuning.protocol, len(targets), validation_size=config.tuning.validation_size, seed=config.seed),
+        folds_of(config, len(targets)),
         start=start,
         units=Units(scaling.mean[0], scaling.std[0]),
-        seconds={name: (seconds.get(f"fit {name}", 0.0), seconds.get(f"see {name}", 0.0)) for name in families},
+        watch=watch,
         config=config,
         unavailable=unavailable,
     )
@@ -74,18 +80,20 @@ def _of_network(
     if "exact" in config.evaluate.baselines:
         weights = sum(p.numel() for p in model.parameters() if p.requires_grad)
         if config.fit.subset_of_weights != "all" or weights > config.evaluate.exact_limit:
-            unavailable["exact linearised Laplace"] = f"{weights:,} weights; it is computed for few of them, and all."
+            unavailable[_label("exact")] = f"{weights:,} weights; it is computed for few of them, and all."
         else:
-            with watch("fit exact"):
+            with watch("fit exact", memory=True):
                 basis, eigenvalues = _eigenbasis(model, DataLoader(data.train, config.data.batch_size))
             with watch("see exact"):
                 test = rows_of(Jacobian(model), DataLoader(data.test, config.data.batch_size))
                 Z = torch.cat([(rows.jacobian[:, 0].double() @ basis).cpu() for rows in test])
             families["exact"] = Spectral(mean, Z, eigenvalues.cpu(), grid)
-    others = [name for name in config.evaluate.baselines if name not in ("map", "prior", "exact")]
-    unavailable |= {name.replace("_", " "): ONLY_CLASSES for name in others}
     families["ours"] = Ours(la.posterior, parts, grid, refined=la.settings.mean == "refined")
     return families, unavailable
+
+
+def _label(name: str) -> str:
+    return LABELS.get(name, name.replace("_", " "))
 
 
 def _eigenbasis(model: nn.Module, loader: DataLoader) -> tuple[Tensor, Tensor]:
