@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from ntk_iterncgp import parallel
-from ntk_iterncgp.checkpoint import CheckpointMismatch
 from ntk_iterncgp.config import ConfigError, RunConfig, load
 from ntk_iterncgp.files import FileError
 from ntk_iterncgp.self_check import SelfCheckError
@@ -55,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"Several processes can 'fit' together, but not '{arguments.command}': start one of them."
             )
         return int(arguments.run(arguments))
-    except (ConfigError, FileError, CheckpointMismatch) as error:
+    except (ConfigError, FileError) as error:
         return _end(USER_ERROR, f"ntk-iterncgp: {error}")
     except KeyboardInterrupt:
         return _end(INTERRUPTED, "\nntk-iterncgp: interrupted.")
