@@ -3,8 +3,8 @@
     FromGPyTorch(gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel(ard_num_dims=3)))
     Deep(network, Matern32(lengthscale=1.0))          k(x, z) = kernel(network(x), network(z))
 
-A gpytorch kernel that has a formula here (RBF and Matern, scaled, added, multiplied) becomes that formula, and with it
-gets every method of multiplication. Any other stationary one is called as it is, tile by tile.
+A gpytorch kernel that has a formula here (RBF and Matern, also its KeOps ones, scaled, added, multiplied) becomes that
+formula, and with it gets every method of multiplication. Any other stationary one is called as it is, tile by tile.
 """
 
 from __future__ import annotations
@@ -93,9 +93,10 @@ def _translated(kernel: Any) -> Kernel | None:
         parts = [_translated(part) for part in kernel.kernels]
         combine = operator.add if type(kernel) is theirs.AdditiveKernel else operator.mul
         return None if None in parts else functools.reduce(combine, parts)
-    if type(kernel) not in (theirs.RBFKernel, theirs.MaternKernel):
+    is_rbf = type(kernel) in (theirs.RBFKernel, theirs.keops.RBFKernel)
+    if not is_rbf and type(kernel) not in (theirs.MaternKernel, theirs.keops.MaternKernel):
         return None
-    kind: type[Stationary] = RBF if type(kernel) is theirs.RBFKernel else MATERN[kernel.nu]
+    kind: type[Stationary] = RBF if is_rbf else MATERN[kernel.nu]
     lengthscale = kernel.lengthscale.detach().double().flatten()
     return kind(lengthscale if kernel.ard_num_dims else lengthscale[0])
 
@@ -127,7 +128,15 @@ class _Called(Kernel):
             name: value.to(X1) if value.is_floating_point() else value.to(X1.device)
             for name, value in self.module.state_dict().items()
         }
-        result: Tensor = torch.func.functional_call(self.module, state, (X1, X2, diagonal))
+        # A scaled kernel shares the `active_dims` of the one inside: each name gets its own cast copy.
+        result: Tensor = torch.func.functional_call(self.module, state, (X1, X2, diagonal), tie_weights=False)
+        expected = (len(X1),) if diagonal else (len(X1), len(X2))
+        if result.shape != expected:
+            raise ValueError(
+                f"FromGPyTorch expects a kernel with one value for each pair of inputs, of shape {expected} here, but "
+                f"{self!r} gave {tuple(result.shape)}. Kernels of several outputs, such as derivatives, have no place "
+                "here; pass one kernel for each output."
+            )
         return result
 
     def __repr__(self) -> str:
