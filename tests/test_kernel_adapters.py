@@ -38,6 +38,7 @@ THEIRS: dict[str, tuple[Any, bool]] = {  # and whether it has a formula here
     "periodic": (theirs.PeriodicKernel(), False),
     "KeOps Matern, scaled": (theirs.ScaleKernel(theirs.keops.MaternKernel(nu=1.5)), True),
     "KeOps RBF": (theirs.keops.RBFKernel(ard_num_dims=3), True),
+    "KeOps periodic": (theirs.keops.PeriodicKernel(), False),
     "some coordinates": (theirs.RBFKernel(active_dims=[0, 2]), False),
     "some coordinates, scaled": (theirs.ScaleKernel(matern(2.5, 0.7, active_dims=[1])), False),
 }
@@ -92,7 +93,7 @@ def test_kernels_with_several_values_for_a_pair_of_inputs_are_refused() -> None:
         kernel_matmul(kernel, X, Z, draw(3, 1))
 
 
-@pytest.mark.parametrize("name", ["KeOps Matern, scaled", "some coordinates, scaled"])
+@pytest.mark.parametrize("name", ["KeOps Matern, scaled", "KeOps periodic", "some coordinates, scaled"])
 def test_the_inputs_get_a_gradient_through_a_gpytorch_kernel(name: str) -> None:
     peer, _ = THEIRS[name]
     X, V = draw(9, 3).requires_grad_(), draw(9, 2, seed=1)

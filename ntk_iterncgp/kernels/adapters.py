@@ -22,6 +22,7 @@ from .base import Kernel
 from .stationary import RBF, Matern12, Matern32, Matern52, Stationary
 
 MATERN: dict[float, type[Stationary]] = {0.5: Matern12, 1.5: Matern32, 2.5: Matern52}
+KEOPS = ("RBFKernel", "MaternKernel", "PeriodicKernel")  # the kernels that gpytorch has twice
 
 
 @final
@@ -49,6 +50,7 @@ class FromGPyTorch(Kernel):
                 f"FromGPyTorch expects a single kernel, but got a batch of shape {tuple(kernel.batch_shape)}. "
                 "Pass a list of kernels, one for each output."
             )
+        kernel = _without_keops(kernel)
         self.kernel = _translated(kernel) or _Called(kernel)
         self.is_of_distance, self.is_decreasing = self.kernel.is_of_distance, self.kernel.is_decreasing
 
@@ -80,6 +82,18 @@ class FromGPyTorch(Kernel):
         return f"FromGPyTorch({self.kernel!r})"
 
 
+def _without_keops(kernel: Any) -> Any:
+    """A copy in which gpytorch's KeOps kernels are its ordinary ones: the same parameters and values, but matrices that
+    can be differentiated tile by tile. Products go through this library's own KeOps formula."""
+    from gpytorch import kernels as theirs
+
+    ordinary = {getattr(theirs.keops, name): getattr(theirs, name) for name in KEOPS}
+    kernel = copy.deepcopy(kernel)
+    for part in kernel.modules():
+        part.__class__ = ordinary.get(type(part), type(part))
+    return kernel
+
+
 def _translated(kernel: Any) -> Kernel | None:
     """The same kernel in our own words, or None where there are none."""
     from gpytorch import kernels as theirs
@@ -93,10 +107,9 @@ def _translated(kernel: Any) -> Kernel | None:
         parts = [_translated(part) for part in kernel.kernels]
         combine = operator.add if type(kernel) is theirs.AdditiveKernel else operator.mul
         return None if None in parts else functools.reduce(combine, parts)
-    is_rbf = type(kernel) in (theirs.RBFKernel, theirs.keops.RBFKernel)
-    if not is_rbf and type(kernel) not in (theirs.MaternKernel, theirs.keops.MaternKernel):
+    if type(kernel) not in (theirs.RBFKernel, theirs.MaternKernel):
         return None
-    kind: type[Stationary] = RBF if is_rbf else MATERN[kernel.nu]
+    kind: type[Stationary] = RBF if type(kernel) is theirs.RBFKernel else MATERN[kernel.nu]
     lengthscale = kernel.lengthscale.detach().double().flatten()
     return kind(lengthscale if kernel.ard_num_dims else lengthscale[0])
 
@@ -106,7 +119,7 @@ class _Called(Kernel):
     """A gpytorch kernel without a formula here: its raw parameters are held, and cast to the data at each call."""
 
     def __init__(self, kernel: Any) -> None:
-        self.module = _Matrix(copy.deepcopy(kernel).requires_grad_(False))
+        self.module = _Matrix(kernel.requires_grad_(False))
         self._input_dimension = kernel.ard_num_dims
 
     @property
