@@ -251,7 +251,14 @@ def test_keops_leaves_out_the_same_tiles(capfd: pytest.CaptureFixture[str]) -> N
     ours = KernelMatrix(kernel, X, method="sparse", tolerance=1e-3)
     ours._engine = KernelMatrix(kernel, X[pattern.rows.order], method="plain").engine
     assert pattern.share < 0.9
-    close(sparse_keops_product(Formula.of(kernel), pattern, X, X, V), ours @ V)
+
+    def product(kept: Pattern) -> Tensor:
+        return sparse_keops_product(Formula.of(kernel), kept, X, X, V)
+
+    close(product(pattern), ours @ V)
+    thirds = [product(pattern.of_rows(Part(number, 3))) for number in range(3)]
+    assert all((third == 0).any() for third in thirds)
+    close(sum(thirds), ours @ V)
     assert capfd.readouterr() == ("", "")
 
 
@@ -349,6 +356,20 @@ def test_local_kernels_are_multiplied_tile_by_tile_only_where_that_is_within_rou
     assert "by sparse (" in chosen(local, X, tolerance=1e-9)
     assert "by fused (" in chosen(local, X.float(), tolerance=0.0)
     assert "by fused (" in chosen(Wave(0.1), X.float())
+
+
+def test_on_a_gpu_local_kernels_are_sparse_too_and_all_others_go_to_keops(
+    large: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "_is_on_gpu", lambda X: True)
+    monkeypatch.setattr(choice.keops, "is_installed", lambda: True)
+    X = 100 * draw(3000, 2).float()
+    assert "by sparse (" in chosen(Matern32(0.1), X)
+    assert "by keops (a GPU and 2 coordinates)" in chosen(Matern32(0.1), X, tolerance=0.0)
+    assert "by keops (a GPU and 2 coordinates)" in chosen(Matern32(0.1), X.double())  # float64: exact unless asked
+    assert "by keops (a GPU and 2 coordinates)" in chosen(Matern32(100.0), X)
+    assert "by keops (a GPU and 2 coordinates)" in chosen(Matern32(0.1), X[:100])  # too few to be sorted
+    assert "by gemm (" in chosen(Matern32(0.1), draw(10, 100))
 
 
 def test_without_a_compiler_the_plain_path_is_taken_and_one_warning_says_what_is_missing(
