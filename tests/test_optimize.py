@@ -131,6 +131,12 @@ def test_wrong_requests_are_refused_before_any_fit() -> None:
         gp.optimize(X, y, fixed=["lengthscale", "outputscale"])
     with pytest.raises(ValueError, match="max_steps expects a whole number of at least 1, but got 0"):
         gp.optimize(X, y, max_steps=0)
+    for wrong in (-1, "a", float("nan"), None):
+        with pytest.raises(ValueError, match=f"tolerance expects a number of at least 0, but got {wrong!r}"):
+            gp.optimize(X, y, tolerance=wrong)  # type: ignore[arg-type]
+    for several in ("lengthscale", None):
+        with pytest.raises(TypeError, match=rf"fixed expects a list of names, .*'lengthscale'.*, but got {several!r}"):
+            gp.optimize(X, y, fixed=several)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="has not been fitted yet"):
         _ = gp.report_
 
