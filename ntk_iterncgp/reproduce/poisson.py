@@ -30,6 +30,7 @@ from ntk_iterncgp.solver import NewtonOptions, Problem, State, Stopping, newton,
 TARGET = 1.05  # a schedule has arrived when its test NLL stays within 5 % of that of the converged posterior
 TIE = 1.1  # schedules whose iterations differ by less than this factor are equally good
 MAX_TEST = 200
+MAX_LOG_RATE = 30
 BLOCK = 2**22  # log-likelihoods in memory at once
 
 
@@ -117,6 +118,11 @@ def _log_rate(settings: PoissonSettings) -> Counts:
     values, vectors = torch.linalg.eigh(kernel(everywhere, everywhere))
     noise = torch.randn(len(everywhere), generator=generator, dtype=torch.float64)
     latent = vectors @ (values.clamp_min(0).sqrt() * noise)
+    if not float(latent.max()) < MAX_LOG_RATE:
+        raise ConfigError(
+            f"Rates are expected to stay below e^{MAX_LOG_RATE}, but one is e^{float(latent.max()):.3g}. Set a smaller "
+            "outputscale or another seed."
+        )
     train, tested = slice(0, settings.num_data), slice(settings.num_data, settings.num_data + settings.num_test)
     return Counts(kernel, everywhere[train], latent[train], everywhere[tested], latent[tested])
 
