@@ -80,11 +80,15 @@ def outcome_of(name: str, **changes: Any) -> Outcome:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_a_quick_run_writes_figures_numbers_and_claims(name: str, ran: Callable[[str], Ran]) -> None:
-    run = ran(name)
+    assert_written(ran(name), FILES[name])
+
+
+def assert_written(run: Ran, figures: list[str]) -> None:
+    """The files of a run are there, whole, and named on the terminal."""
     written = {path.name for path in run.folder.iterdir()}
-    assert written >= {f"{stem}.{kind}" for stem in FILES[name] for kind in ("png", "pdf")} | {"claims.csv"}
+    assert written >= {f"{stem}.{kind}" for stem in figures for kind in ("png", "pdf")} | {"claims.csv", "config.yaml"}
     assert not any(file.startswith(".") for file in written)  # nothing half written is left
-    for stem in FILES[name]:
+    for stem in figures:
         assert (run.folder / f"{stem}.png").read_bytes().startswith(b"\x89PNG")
         assert (run.folder / f"{stem}.pdf").read_bytes().startswith(b"%PDF")
     claims = run.rows("claims")

@@ -28,7 +28,7 @@ from ntk_iterncgp.reproduce.style import style
 from ntk_iterncgp.solver import NewtonOptions, Problem, State, Stopping, newton, resolve_policy
 
 TARGET = 1.05  # a schedule has arrived when its test NLL stays within 5 % of that of the converged posterior
-TIE = 1.1  # schedules whose iterations differ by less than this factor are equally good
+TIE = 1.1  # schedules whose iterations differ by at most this factor are equally good
 MAX_TEST = 200
 MAX_LOG_RATE = 30
 BLOCK = 2**22  # log-likelihoods in memory at once
@@ -242,7 +242,7 @@ def _winner(arrivals: dict[int, float]) -> str:
     best = min(arrivals.values())
     if math.isinf(best) or len(arrivals) == 1:
         return "none"
-    first = [f"j ≤ {j}" for j, arrival in arrivals.items() if arrival < TIE * best or arrival == best]
+    first = [f"j ≤ {j}" for j, arrival in arrivals.items() if arrival <= TIE * best]
     return first[0] if len(first) == 1 else f"a tie of {' and '.join(first)}"
 
 
