@@ -66,7 +66,8 @@ class NonConjugateGP:
     max_newton_steps   Newton steps that `fit` may take
     products_per_step  products per Newton step
     max_rank           how many actions to keep (None: all, or 3000 if they are Kronecker)
-    compression        how to choose them: "mean+trace", or the paper's "eigen"
+    compression        how to choose them: "mean+trace", or "eigen": like the paper the top eigenvectors of
+                       M, but of actions of length one, and the mean is moved into the span that is kept
     newton_tol         stop when the latent values change by less than this share
     actions            "joint": each product gives one action. "kronecker": where all classes share one kernel, each
                        product gives up to (C−1)², at the price of larger small matrices. "auto": Kronecker for up to

@@ -16,7 +16,7 @@ fitted again there. For a Gaussian likelihood with all actions taken one step is
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -35,6 +35,7 @@ from ntk_iterncgp.priors import GramPrior
 from ntk_iterncgp.solver import Status
 from ntk_iterncgp.solver.report import FitReport
 from ntk_iterncgp.solver.state import State
+from ntk_iterncgp.solver.stopping import share
 
 NOISE = "noise"
 MAX_LOG_STEP = 2.0  # θ moves by at most a factor of e² between two fits: the sites were made elsewhere
@@ -88,12 +89,7 @@ def maximise_elbo(
     values = {name: value.detach().clone() for name, value in hyperparameters(kernels, likelihood).items()}
     if not values:
         raise ValueError(f"optimize expects a kernel with hyperparameters, but {kernels[0]!r} shows none.")
-    unknown = [name for name in fixed if name not in values]
-    if unknown:
-        raise ValueError(f"fixed expects names among {list(values)}, but got {unknown}.")
-    free = [name for name in values if name not in fixed]
-    if not free:
-        raise ValueError(f"optimize expects something to optimise, but all of {list(values)} are fixed.")
+    tolerance, free = share("tolerance", tolerance), _free(values, fixed)
     history: list[dict[str, Any]] = []
     best: tuple[F, float, dict[str, Any]] | None = None  # with its bound, and where it was
     num_products, status, interrupted = 0, "max_steps", False
@@ -130,6 +126,20 @@ def maximise_elbo(
     assert best is not None
     fitted, elbo, found = best
     return fitted, OptimizationReport(status, elbo, found, num_products, time.perf_counter() - started, history)
+
+
+def _free(values: Mapping[str, Tensor], fixed: Sequence[str]) -> list[str]:
+    """The names that are not fixed."""
+    if isinstance(fixed, str) or not isinstance(fixed, Iterable):
+        raise TypeError(f"fixed expects a list of names, such as {list(values)[:1]}, but got {fixed!r}.")
+    fixed = list(fixed)
+    unknown = [name for name in fixed if name not in values]
+    if unknown:
+        raise ValueError(f"fixed expects names among {list(values)}, but got {unknown}.")
+    free = [name for name in values if name not in fixed]
+    if not free:
+        raise ValueError(f"optimize expects something to optimise, but all of {list(values)} are fixed.")
+    return free
 
 
 def hyperparameters(kernels: list[Kernel], likelihood: Likelihood) -> dict[str, Tensor]:

@@ -538,6 +538,15 @@ def test_the_report_reads_as_a_sentence_with_advice() -> None:
     assert "% of the information captured" in str(report)
 
 
+def test_the_report_says_how_products_were_computed_and_why() -> None:
+    gp = classifier(max_products=2, newton_tol=0.0).fit(X, y)
+    chosen = "plain (3,600 pairs are too few to be worth compiling)"
+    assert gp.report_.products_by == chosen and f", products by {chosen}. " in str(gp.report_)
+    assert gp.refine(2).report_.products_by == chosen
+    forced = NonConjugateGP([KERNEL, RBF(0.3), KERNEL], Softmax(C), max_products=2, product_method="gemm")
+    assert forced.fit(X, y).report_.products_by == "gemm (as asked)"  # once for all kernels
+
+
 @pytest.mark.parametrize(
     ("settings", "status", "advice"),
     [

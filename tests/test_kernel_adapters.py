@@ -36,7 +36,11 @@ THEIRS: dict[str, tuple[Any, bool]] = {  # and whether it has a formula here
     "sum and product": (theirs.ScaleKernel(matern(2.5, 0.7) + theirs.RBFKernel()) * matern(0.5, 3.0), True),
     "rational quadratic": (theirs.ScaleKernel(theirs.RQKernel()), False),
     "periodic": (theirs.PeriodicKernel(), False),
+    "KeOps Matern, scaled": (theirs.ScaleKernel(theirs.keops.MaternKernel(nu=1.5)), True),
+    "KeOps RBF": (theirs.keops.RBFKernel(ard_num_dims=3), True),
+    "KeOps periodic": (theirs.keops.PeriodicKernel(), False),
     "some coordinates": (theirs.RBFKernel(active_dims=[0, 2]), False),
+    "some coordinates, scaled": (theirs.ScaleKernel(matern(2.5, 0.7, active_dims=[1])), False),
 }
 
 
@@ -77,6 +81,25 @@ def test_kernels_that_gpytorch_does_not_call_stationary_are_refused() -> None:
         FromGPyTorch(theirs.RBFKernel(batch_shape=torch.Size([2])))
     with pytest.raises(TypeError, match=r"expects a kernel of gpytorch, .* but got RBF\("):
         FromGPyTorch(RBF())
+
+
+def test_kernels_with_several_values_for_a_pair_of_inputs_are_refused() -> None:
+    kernel, X, Z = FromGPyTorch(theirs.RBFKernelGrad()), draw(4, 2), draw(3, 2)
+    with pytest.raises(ValueError, match=r"one value for each pair .* \(4, 3\) here, but RBFKernelGrad .* \(12, 9\)"):
+        kernel(X, Z)
+    with pytest.raises(ValueError, match=r"of shape \(4,\) here, but RBFKernelGrad of gpytorch gave \(12,\)"):
+        kernel.diagonal(X)
+    with pytest.raises(ValueError, match="one value for each pair"):
+        kernel_matmul(kernel, X, Z, draw(3, 1))
+
+
+@pytest.mark.parametrize("name", ["KeOps Matern, scaled", "KeOps periodic", "some coordinates, scaled"])
+def test_the_inputs_get_a_gradient_through_a_gpytorch_kernel(name: str) -> None:
+    peer, _ = THEIRS[name]
+    X, V = draw(9, 3).requires_grad_(), draw(9, 2, seed=1)
+    (expected,) = torch.autograd.grad((peer.double()(X).to_dense() @ V).square().sum(), X)
+    (found,) = torch.autograd.grad(kernel_matmul(FromGPyTorch(peer), X, X, V).square().sum(), X)
+    close(found, expected, atol=1e-8)
 
 
 def test_the_package_works_without_gpytorch() -> None:

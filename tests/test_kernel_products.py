@@ -108,16 +108,27 @@ def test_compiled_tiles_agree_with_the_dense_product_on_the_whole_grid(
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "d"), [*((kind, 3) for kind in STATIONARY), *((Matern32, d) for d in (1, 20, 784))])
-def test_keops_agrees_with_the_dense_product_for_each_kernel_and_each_dimension(kind: type[Stationary], d: int) -> None:
-    """Each pair is a formula of its own to KeOps, and takes ten seconds to compile."""
-    agree("keops", kind(0.8 * d**0.5, 1.7), d, torch.float32, widths=(10, 50))
+@pytest.mark.parametrize(
+    ("kind", "d", "dtype", "widths"),
+    [
+        *((kind, 3, torch.float32, (10, 50)) for kind in STATIONARY),
+        *((Matern32, d, torch.float32, (10, 50)) for d in (1, 20, 784)),
+        (RBF, 3, torch.float64, (10, 50)),
+        (Matern32, 20, torch.float64, (10, 50)),
+        (Matern32, 3, torch.float32, (1,)),
+    ],
+)
+def test_keops_agrees_with_the_dense_product_for_each_kernel_and_each_dimension(
+    kind: type[Stationary], d: int, dtype: torch.dtype, widths: tuple[int, ...]
+) -> None:
+    """Each line is a formula of its own to KeOps, and takes ten seconds to compile."""
+    agree("keops", kind(0.8 * d**0.5, 1.7), d, dtype, widths=widths)
 
 
 @needs_compiler
 def test_keops_agrees_with_the_dense_product_and_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    kernel = Matern32([0.9, 0.5, 2.0], 1.7)
-    agree("keops", kernel, 3, torch.float64, widths=(10, 50))
+    """Two formulas: a single column, and blocks of 16 columns, of which ten fill one and fifty four."""
+    agree("keops", Matern32([0.9, 0.5, 2.0], 1.7), 3, torch.float64)
     assert capfd.readouterr() == ("", "")
 
 
@@ -128,7 +139,8 @@ def test_sums_and_products_of_kernels_have_one_formula(method: str) -> None:
     agree(method, kernel, 2, torch.float64)
 
 
-@pytest.mark.parametrize("method", [m for m in METHODS if m not in ("auto", "keops")])
+@needs_compiler
+@pytest.mark.parametrize("method", METHODS)
 def test_nothing_times_something_is_empty_or_zero_by_every_method(method: str) -> None:
     for a, b, k in [(0, 4, 2), (4, 0, 2), (4, 3, 0), (0, 0, 0)]:
         result = kernel_matmul(RBF(), draw(a, 2), draw(b, 2), draw(b, k), method=method)
@@ -239,7 +251,14 @@ def test_keops_leaves_out_the_same_tiles(capfd: pytest.CaptureFixture[str]) -> N
     ours = KernelMatrix(kernel, X, method="sparse", tolerance=1e-3)
     ours._engine = KernelMatrix(kernel, X[pattern.rows.order], method="plain").engine
     assert pattern.share < 0.9
-    close(sparse_keops_product(Formula.of(kernel), pattern, X, X, V), ours @ V)
+
+    def product(kept: Pattern) -> Tensor:
+        return sparse_keops_product(Formula.of(kernel), kept, X, X, V)
+
+    close(product(pattern), ours @ V)
+    thirds = [product(pattern.of_rows(Part(number, 3))) for number in range(3)]
+    assert all((third == 0).any() for third in thirds)
+    close(sum(thirds), ours @ V)
     assert capfd.readouterr() == ("", "")
 
 
@@ -337,6 +356,20 @@ def test_local_kernels_are_multiplied_tile_by_tile_only_where_that_is_within_rou
     assert "by sparse (" in chosen(local, X, tolerance=1e-9)
     assert "by fused (" in chosen(local, X.float(), tolerance=0.0)
     assert "by fused (" in chosen(Wave(0.1), X.float())
+
+
+def test_on_a_gpu_local_kernels_are_sparse_too_and_all_others_go_to_keops(
+    large: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "_is_on_gpu", lambda X: True)
+    monkeypatch.setattr(choice.keops, "is_installed", lambda: True)
+    X = 100 * draw(3000, 2).float()
+    assert "by sparse (" in chosen(Matern32(0.1), X)
+    assert "by keops (a GPU and 2 coordinates)" in chosen(Matern32(0.1), X, tolerance=0.0)
+    assert "by keops (a GPU and 2 coordinates)" in chosen(Matern32(0.1), X.double())  # float64: exact unless asked
+    assert "by keops (a GPU and 2 coordinates)" in chosen(Matern32(100.0), X)
+    assert "by keops (a GPU and 2 coordinates)" in chosen(Matern32(0.1), X[:100])  # too few to be sorted
+    assert "by gemm (" in chosen(Matern32(0.1), draw(10, 100))
 
 
 def test_without_a_compiler_the_plain_path_is_taken_and_one_warning_says_what_is_missing(

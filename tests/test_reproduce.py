@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from ntk_iterncgp.config import ConfigError
 from ntk_iterncgp.reproduce import EXPERIMENTS, main
 from ntk_iterncgp.reproduce.beliefs import in_between, moments, start, without_recycling
 from ntk_iterncgp.reproduce.binary import draw
-from ntk_iterncgp.reproduce.outcome import Claim
+from ntk_iterncgp.reproduce.outcome import Claim, Outcome
 from ntk_iterncgp.reproduce.papers import papers_newton
 from ntk_iterncgp.reproduce.runner import experiment
 from ntk_iterncgp.reproduce.settings import load
@@ -68,16 +69,26 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ran]:
     return run
 
 
+def outcome_of(name: str, **changes: Any) -> Outcome:
+    """Without figures on the disk."""
+    module = experiment(name)
+    return module.run(load(module.SETTINGS, quick=True, changes=changes))
+
+
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_a_quick_run_writes_figures_numbers_and_claims(name: str, ran: Callable[[str], Ran]) -> None:
-    run = ran(name)
+    assert_written(ran(name), FILES[name])
+
+
+def assert_written(run: Ran, figures: list[str]) -> None:
+    """The files of a run are there, whole, and named on the terminal."""
     written = {path.name for path in run.folder.iterdir()}
-    assert written >= {f"{stem}.{kind}" for stem in FILES[name] for kind in ("png", "pdf")} | {"claims.csv"}
+    assert written >= {f"{stem}.{kind}" for stem in figures for kind in ("png", "pdf")} | {"claims.csv", "config.yaml"}
     assert not any(file.startswith(".") for file in written)  # nothing half written is left
-    for stem in FILES[name]:
+    for stem in figures:
         assert (run.folder / f"{stem}.png").read_bytes().startswith(b"\x89PNG")
         assert (run.folder / f"{stem}.pdf").read_bytes().startswith(b"%PDF")
     claims = run.rows("claims")
@@ -93,16 +104,24 @@ def test_a_quick_run_writes_figures_numbers_and_claims(name: str, ran: Callable[
         (["policies", "--set", "iterations=3"], "iterations expects a list"),
         (["policies", "--set", "num_data=many"], "num_data expects a whole number, but got 'many'"),
         (["policies", "--set", "num_data=0"], "num_data expects a whole number of at least 1, but got 0"),
-        (["policies", "--set", "outputscale=-1"], "outputscale expects a finite number of at least 0"),
+        (["policies", "--set", "outputscale=-1"], "outputscale expects a finite number above 0, but got -1.0"),
+        (["poisson", "--set", "lengthscale=0"], "lengthscale expects a finite number above 0, but got 0.0"),
+        (["poisson", "--set", "outputscale=1e30"], "Rates are expected to stay below e^30, but one is e^"),
+        (["compression", "--set", "residual_tol=1"], "residual_tol expects a share from 0 to below 1, but got 1.0"),
+        (["policies", "--set", "resolution=1"], "resolution expects a whole number of at least 2, but got 1"),
+        (["policies", "--set", "num_data=5"], "iterations expects at most as many as there are data (5), but got 19"),
+        (["policies", "--set", "iterations=[1, 101]"], "as many as there are data (100), but got 101"),
+        (["visual-abstract", "--set", "num_data=5"], "iterations_per_step expects at most as many as there are data"),
+        (["pseudo-targets", "--set", "num_newton_steps=1"], "num_newton_steps expects a whole number of at least 2"),
         (["policies", "--set", "seed"], "--set expects key=value"),
         (["policies", "--n", "10"], "--n is not for 'policies'"),
         (["policies", "--config", "nowhere.yaml"], "Cannot read the configuration 'nowhere.yaml'"),
     ],
 )
 def test_what_cannot_be_right_is_one_sentence_and_exit_code_2(
-    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(arguments) == 2
+    assert main([*arguments, "--output-dir", str(tmp_path / "out")]) == 2
     message = capsys.readouterr().err
     assert sentence in message and message.count("\n") == 1
 
@@ -116,6 +135,27 @@ def test_an_unknown_experiment_and_a_folder_that_is_a_file_are_sentences(
     (tmp_path / "file").touch()
     assert main(["policies", "--output-dir", str(tmp_path / "file")]) == 2
     assert "--output-dir" in capsys.readouterr().err
+
+
+def test_the_settings_of_a_run_lie_beside_its_results_and_make_the_same_run(ran: Callable[[str], Ran]) -> None:
+    kind, path = experiment("compression").SETTINGS, ran("compression").folder / "config.yaml"
+    assert load(kind, quick=False, path=path, changes={}) == load(kind, quick=True, changes={})
+    assert path.read_text(encoding="utf-8").startswith("# ntk-iterncgp reproduce compression: all settings of this run")
+
+
+def test_maps_may_be_asked_for_beyond_the_curves_and_newton_may_end_early() -> None:
+    changes = {"iterations": [1, 9], "num_data": 12, "max_iterations": 3, "resolution": 4}
+    rows = outcome_of("policies", **changes).tables["policies"]
+    assert max(row["j"] for row in rows) == 9
+    steps = outcome_of("pseudo-targets", outputscale=1e-30, num_data=5).tables["pseudo_targets"]
+    assert [row["i"] for row in steps] == [0, 1]  # nothing moves, and a third step is not taken
+
+
+def test_of_several_processes_none_reproduces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigError, match="but not 'reproduce': start one of them"):
+        main(["policies", "--quick"])
 
 
 def test_an_interrupted_experiment_writes_nothing_and_says_so(

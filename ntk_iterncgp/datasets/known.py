@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import os
 import struct
+import zlib
 from pathlib import Path
 from urllib.error import URLError
 
@@ -63,9 +64,9 @@ def known(name: str, train: bool, config: DataConfig) -> Arrays:
     """From files under the root where they are, else through torchvision."""
     root, (folder, class_name, _, _) = data_root(config), KNOWN[name]
     if folder.endswith("/raw"):
-        files = [_packed(root / folder / file) for file in IDX_FILES[train]]
+        files = [packed(root / folder / file) for file in IDX_FILES[train]]
         if all(files):
-            images, labels = (_read_idx(file) for file in files if file is not None)
+            images, labels = (read_idx(file) for file in files if file is not None)
             return images[:, None].float() / 255, labels.long()
     if folder.startswith("cifar"):
         found = _read_cifar(root / folder, train)
@@ -98,19 +99,20 @@ def known(name: str, train: bool, config: DataConfig) -> Arrays:
     return images.float() / 255, labels.long()
 
 
-def _packed(path: Path) -> Path | None:
+def packed(path: Path) -> Path | None:
+    """The file as it is, or as it was downloaded."""
     return next((p for p in (path, path.with_name(f"{path.name}.gz")) if p.is_file()), None)
 
 
-def _read_idx(path: Path) -> Tensor:
-    """The IDX format: magic number with the number of dimensions, sizes, bytes."""
+def read_idx(path: Path) -> Tensor:
+    """The IDX format: magic number with the number of dimensions, sizes, bytes; packed or not."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             content = file.read()
         ndim = content[3]
         shape = struct.unpack(f">{ndim}I", content[4 : 4 + 4 * ndim])
         return torch.from_numpy(np.frombuffer(content, np.uint8, offset=4 + 4 * ndim).reshape(shape).copy())
-    except (OSError, EOFError, ValueError, IndexError, struct.error) as error:
+    except (OSError, EOFError, ValueError, IndexError, struct.error, zlib.error) as error:
         raise ConfigError(f"'{path}' is damaged ({line(error)}); get it again.") from error
 
 

@@ -3,8 +3,8 @@
     FromGPyTorch(gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel(ard_num_dims=3)))
     Deep(network, Matern32(lengthscale=1.0))          k(x, z) = kernel(network(x), network(z))
 
-A gpytorch kernel that has a formula here (RBF and Matern, scaled, added, multiplied) becomes that formula, and with it
-gets every method of multiplication. Any other stationary one is called as it is, tile by tile.
+A gpytorch kernel that has a formula here (RBF and Matern, also its KeOps ones, scaled, added, multiplied) becomes that
+formula, and with it gets every method of multiplication. Any other stationary one is called as it is, tile by tile.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from .base import Kernel
 from .stationary import RBF, Matern12, Matern32, Matern52, Stationary
 
 MATERN: dict[float, type[Stationary]] = {0.5: Matern12, 1.5: Matern32, 2.5: Matern52}
+KEOPS = ("RBFKernel", "MaternKernel", "PeriodicKernel")  # the kernels that gpytorch has twice
 
 
 @final
@@ -49,6 +50,7 @@ class FromGPyTorch(Kernel):
                 f"FromGPyTorch expects a single kernel, but got a batch of shape {tuple(kernel.batch_shape)}. "
                 "Pass a list of kernels, one for each output."
             )
+        kernel = _without_keops(kernel)
         self.kernel = _translated(kernel) or _Called(kernel)
         self.is_of_distance, self.is_decreasing = self.kernel.is_of_distance, self.kernel.is_decreasing
 
@@ -80,6 +82,18 @@ class FromGPyTorch(Kernel):
         return f"FromGPyTorch({self.kernel!r})"
 
 
+def _without_keops(kernel: Any) -> Any:
+    """A copy in which gpytorch's KeOps kernels are its ordinary ones: the same parameters and values, but matrices that
+    can be differentiated tile by tile. Products go through this library's own KeOps formula."""
+    from gpytorch import kernels as theirs
+
+    ordinary = {getattr(theirs.keops, name): getattr(theirs, name) for name in KEOPS}
+    kernel = copy.deepcopy(kernel)
+    for part in kernel.modules():
+        part.__class__ = ordinary.get(type(part), type(part))
+    return kernel
+
+
 def _translated(kernel: Any) -> Kernel | None:
     """The same kernel in our own words, or None where there are none."""
     from gpytorch import kernels as theirs
@@ -105,7 +119,7 @@ class _Called(Kernel):
     """A gpytorch kernel without a formula here: its raw parameters are held, and cast to the data at each call."""
 
     def __init__(self, kernel: Any) -> None:
-        self.module = _Matrix(copy.deepcopy(kernel).requires_grad_(False))
+        self.module = _Matrix(kernel.requires_grad_(False))
         self._input_dimension = kernel.ard_num_dims
 
     @property
@@ -127,7 +141,15 @@ class _Called(Kernel):
             name: value.to(X1) if value.is_floating_point() else value.to(X1.device)
             for name, value in self.module.state_dict().items()
         }
-        result: Tensor = torch.func.functional_call(self.module, state, (X1, X2, diagonal))
+        # A scaled kernel shares the `active_dims` of the one inside: each name gets its own cast copy.
+        result: Tensor = torch.func.functional_call(self.module, state, (X1, X2, diagonal), tie_weights=False)
+        expected = (len(X1),) if diagonal else (len(X1), len(X2))
+        if result.shape != expected:
+            raise ValueError(
+                f"FromGPyTorch expects a kernel with one value for each pair of inputs, of shape {expected} here, but "
+                f"{self!r} gave {tuple(result.shape)}. Kernels of several outputs, such as derivatives, have no place "
+                "here; pass one kernel for each output."
+            )
         return result
 
     def __repr__(self) -> str:

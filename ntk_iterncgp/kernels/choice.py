@@ -3,7 +3,7 @@
 plain    eager tiles; every kernel, every device, no compiler. The reference
 fused    tiles from compiled loops; a CPU with a C++ compiler, few coordinates
 gemm     tiles from a matrix product; many coordinates
-sparse   only the tiles that matter, for kernels that are local in the data
+sparse   only the tiles that matter, for kernels that are local in the data; on a GPU as KeOps' ranges
 keops    one compiled reduction; GPUs, few coordinates
 """
 
@@ -62,19 +62,15 @@ def _choose(kernel: Kernel, X1: Tensor, X2: Tensor, tolerance: float | None) -> 
         return Choice("plain", f"{type(kernel).__name__} is not a formula of distances")
     if d == 0 or pairs == 0:
         return Choice("plain", "there is nothing to multiply")
-    if X1.device.type == "cuda" and d <= MAX_KEOPS_COORDINATES and keops.is_installed():
+    sparse = _sparse(kernel, X1, X2, tolerance)
+    if sparse is not None:
+        return sparse
+    if _is_on_gpu(X1) and d <= MAX_KEOPS_COORDINATES and keops.is_installed():
         return Choice("keops", f"a GPU and {d} coordinates")
     if d > FEW_COORDINATES:
         return Choice("gemm", f"distances in {d} coordinates are a matrix product")
     if pairs < WORTH_COMPILING:
         return Choice("plain", f"{_count(pairs)} pairs are too few to be worth compiling")
-    # In float32 an entry of 1e-6 is within the rounding of the product; in float64 only who asks gets less than exact.
-    allowed = DEFAULT_TOLERANCE if tolerance is None and X1.dtype == torch.float32 else tolerance
-    if allowed and kernel.is_decreasing and d <= MAX_SPARSE_COORDINATES:
-        pattern = Pattern.of(Formula.of(kernel), X1, X2, allowed)
-        if pattern.share <= WORTH_SKIPPING:
-            kept = f"{100 * pattern.share:.0f} % of the pairs have a kernel above {allowed:g} of its largest value"
-            return Choice("sparse", kept, pattern)
     if X1.device.type != "cpu":
         return Choice("plain", f"no KeOps for a device of type {X1.device.type!r}")
     missing = missing_compiler()
@@ -84,6 +80,24 @@ def _choose(kernel: Kernel, X1: Tensor, X2: Tensor, tolerance: float | None) -> 
         )
         return Choice("plain", f"torch.compile lacks {missing}")
     return Choice("fused", f"{_count(pairs)} pairs in {d} coordinates are worth compiling the formula once")
+
+
+def _sparse(kernel: Kernel, X1: Tensor, X2: Tensor, tolerance: float | None) -> Choice | None:
+    """The sparse method, where leaving tiles out is allowed and pays."""
+    # In float32 an entry of 1e-6 is within the rounding of the product; in float64 only who asks gets less than exact.
+    allowed = DEFAULT_TOLERANCE if tolerance is None and X1.dtype == torch.float32 else tolerance
+    is_large = len(X1) * len(X2) >= WORTH_COMPILING
+    if not (allowed and is_large and kernel.is_decreasing and X1.shape[1] <= MAX_SPARSE_COORDINATES):
+        return None
+    pattern = Pattern.of(Formula.of(kernel), X1, X2, allowed)
+    if pattern.share > WORTH_SKIPPING:
+        return None
+    kept = f"{100 * pattern.share:.0f} % of the pairs have a kernel above {allowed:g} of its largest value"
+    return Choice("sparse", kept, pattern)
+
+
+def _is_on_gpu(X: Tensor) -> bool:
+    return X.device.type == "cuda"
 
 
 def _count(number: int) -> str:

@@ -110,7 +110,8 @@ class KernelMatrix:
         settings: dict[str, Any] = dict(symmetric=symmetric, chunk_bytes=self.chunk_bytes, part=self.part)
         if pattern is None:
             return dense_product(self.engine, self.shape[0], V, **settings)
-        if V.device.type == "cuda" and keops.is_installed() and self.part == WHOLE:
+        if V.device.type == "cuda" and keops.is_installed():
+            pattern = pattern.of_rows(self.part)
             return keops.sparse_keops_product(Formula.of(self.kernel), pattern, self._x1, self._x2, V)
         return pattern.product(self.engine, V, **settings)
 

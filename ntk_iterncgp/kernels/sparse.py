@@ -9,7 +9,7 @@ distance between two boxes does not depend on their order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -97,6 +97,12 @@ class Pattern:
         """The share of all pairs of points that is left."""
         pairs = self.rows.sizes @ self.keep.double() @ self.columns.sizes
         return float(pairs) / max(1, self.rows.bounds[-1] * self.columns.bounds[-1])
+
+    def of_rows(self, part: Part) -> Pattern:
+        """With some of the leaves of rows alone. Every K-th: neighbours have as many partners as each other."""
+        keep = torch.zeros_like(self.keep)
+        keep[part.number :: part.of] = self.keep[part.number :: part.of]
+        return replace(self, keep=keep)
 
     def product(self, engine: Engine, V: Tensor, *, symmetric: bool, chunk_bytes: int, part: Part = WHOLE) -> Tensor:
         """k(X1, X2) @ V with an engine for the sorted points."""

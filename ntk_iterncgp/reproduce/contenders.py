@@ -30,9 +30,15 @@ def papers(classes: Classes, kernel: Matern32, stopping: Stopping, max_rank: int
     return clock.finish()
 
 
-def ours(classes: Classes, kernel: Matern32, stopping: Stopping) -> Clock:
-    """`NonConjugateGP` as it comes, scored after each product: what it would answer if its budget ended there."""
+def ours(classes: Classes, kernel: Matern32, stopping: Stopping, max_rank: int | None = None) -> Clock:
+    """`NonConjugateGP` as it comes, scored after each product: what it would answer if its budget ended there.
+
+    With a small `max_rank`, one action per product: the mean alone takes C − 1 combinations of Kronecker actions, each
+    of rank C − 1.
+    """
     clock = Clock("ours", "ours", classes)
+    if max_rank is not None:
+        clock = Clock(f"ours, R = {max_rank}", "ours, compressed", classes)
 
     def look(state: State) -> None:
         clock.score(marginals(if_stopped(state)), **_work(state))
@@ -43,6 +49,8 @@ def ours(classes: Classes, kernel: Matern32, stopping: Stopping) -> Clock:
         max_products=stopping.max_products,
         products_per_step=stopping.products_per_step,
         newton_tol=stopping.newton_tol,
+        max_rank=max_rank,
+        actions="auto" if max_rank is None else "joint",
     )
     gp.fit(classes.train_inputs, classes.train_labels, callback=look)
     if gp.report_.status == Status.INTERRUPTED:  # Ctrl-C ends the experiment, not this fit alone

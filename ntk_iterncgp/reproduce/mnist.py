@@ -6,18 +6,14 @@ longer but no more memory.
 
 from __future__ import annotations
 
-import gzip
-import math
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ntk_iterncgp.config import ConfigError
+from ntk_iterncgp.config import ConfigError, DataConfig
+from ntk_iterncgp.datasets.known import IDX_FILES, data_root, packed, read_idx
 from ntk_iterncgp.kernels import Matern32
 from ntk_iterncgp.reproduce import race_figures, svgp
 from ntk_iterncgp.reproduce.contenders import ours, papers, svgps
@@ -28,7 +24,6 @@ from ntk_iterncgp.reproduce.settings import Settings
 from ntk_iterncgp.reproduce.style import style
 from ntk_iterncgp.solver import Stopping
 
-VARIABLE = "NTK_ITERNCGP_DATA"
 NUM_CLASSES = 10
 MAX_NEWTON_STEPS = 20
 
@@ -90,41 +85,24 @@ def run(settings: MnistSettings) -> Outcome:
 
 def load_mnist(settings: MnistSettings) -> Classes:
     """A random part of the training images and of the test images; pixels in [0, 1]."""
-    folder = _folder()
+    folder = data_root(DataConfig()) / "MNIST" / "raw"
     generator = torch.Generator().manual_seed(settings.seed)
 
-    def part(prefix: str, number: int) -> tuple[Tensor, Tensor]:
-        images, labels = (read_idx(folder / f"{prefix}-{kind}-ubyte.gz") for kind in ("images-idx3", "labels-idx1"))
+    def part(name: str, is_train: bool, number: int) -> tuple[Tensor, Tensor]:
+        files = [packed(folder / file) for file in IDX_FILES[is_train]]
+        if None in files:
+            raise ConfigError(
+                f"'{folder}' is expected to hold {' and '.join(f'{file}.gz' for file in IDX_FILES[is_train])}, but "
+                "does not. Put MNIST there (torchvision.datasets.MNIST(root, download=True) brings it), or name the "
+                "folder above MNIST/raw with the environment variable NTK_ITERNCGP_DATA."
+            )
+        images, labels = (read_idx(file) for file in files if file is not None)
+        if len(images) != len(labels):
+            raise ConfigError(f"'{folder}' has {len(images)} images but {len(labels)} labels in its {name} part.")
         if number > len(labels):
-            raise ConfigError(f"MNIST has {len(labels)} images in its '{prefix}' part, but {number} were asked for.")
+            raise ConfigError(f"MNIST has {len(labels)} images in its {name} part, but {number} were asked for.")
         chosen = torch.randperm(len(labels), generator=generator)[:number]
         return images[chosen].flatten(1).float() / 255, labels[chosen].long()
 
-    train, test = part("train", settings.num_train), part("t10k", settings.num_test)
+    train, test = part("training", True, settings.num_train), part("test", False, settings.num_test)
     return Classes(*train, *test, NUM_CLASSES, min(settings.num_seen, settings.num_train))
-
-
-def _folder() -> Path:
-    root = os.environ.get(VARIABLE)
-    if not root:
-        raise ConfigError(f"Set the environment variable {VARIABLE} to the folder above MNIST/raw with its .gz files.")
-    folder = Path(root) / "MNIST" / "raw"
-    if not (folder / "train-images-idx3-ubyte.gz").is_file():
-        raise ConfigError(
-            f"'{folder}' does not hold train-images-idx3-ubyte.gz and its companions; {VARIABLE} expects the folder "
-            "above MNIST/raw. torchvision.datasets.MNIST(root, download=True) brings them."
-        )
-    return folder
-
-
-def read_idx(path: Path) -> Tensor:
-    """The official format: 0, 0, 8 (unsigned bytes), the number of dimensions, each as big-endian int32; then bytes."""
-    content = gzip.decompress(path.read_bytes())
-    problem = ConfigError(f"'{path}' is not a file of unsigned bytes in the idx format.")
-    if content[:3] != b"\x00\x00\x08":
-        raise problem
-    header = 4 + 4 * content[3]
-    shape = np.frombuffer(content[4:header], ">i4").tolist()
-    if len(content) != header + math.prod(shape):
-        raise problem
-    return torch.from_numpy(np.frombuffer(content, np.uint8, offset=header).copy()).reshape(shape)

@@ -16,6 +16,7 @@ from matplotlib.colors import Colormap
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from ntk_iterncgp.config import ConfigError
 from ntk_iterncgp.reproduce.beliefs import in_between, start
 from ntk_iterncgp.reproduce.binary import BinaryData, draw, plane
 from ntk_iterncgp.reproduce.outcome import Claim, Outcome
@@ -60,10 +61,20 @@ class Walk:
     states: list[State]
 
     def after(self, j: int) -> State:
+        """The state after j actions; the last one where there was nothing left to look at."""
         return self.states[min(j, len(self.states) - 1)]
+
+    def before(self, j: int) -> State:
+        """The state that the j-th action was chosen in."""
+        return self.states[min(j, len(self.states) - 1) - 1]
 
 
 def run(settings: PoliciesSettings) -> Outcome:
+    if max(settings.iterations) > settings.num_data:
+        raise ConfigError(
+            f"iterations expects at most as many as there are data ({settings.num_data}), but got "
+            f"{max(settings.iterations)}. Set iterations or num_data."
+        )
     data = draw(settings.num_data, 2, settings.outputscale, settings.seed)
     stopping = Stopping(settings.num_data, settings.num_data, 50, newton_tol=1e-10)
     first = start(data.problem, stopping)
@@ -101,7 +112,7 @@ def _errors(
     best_mean, best = in_between(exact.states[-1]).latent(points)
     prior = settings.outputscale * len(points)
     rows = []
-    for j in range(min(settings.max_iterations + 1, len(walk.states))):
+    for j in range(min(max(settings.max_iterations, *settings.iterations) + 1, len(walk.states))):
         mean, covariance = in_between(walk.states[j]).latent(points)
         excess = float((covariance.sum() - best.sum()) / (prior - best.sum()))
         error = float((mean - best_mean).norm() / best_mean.norm())
@@ -110,14 +121,16 @@ def _errors(
 
 
 def _claims(settings: PoliciesSettings, rows: list[dict[str, Any]]) -> list[Claim]:
+    j = settings.iterations[-1]
+
     def at(system: str, policy: str, key: str) -> float:
-        j = settings.iterations[-1]
-        return next(r[key] for r in rows if (r["system"], r["policy"], r["j"]) == (system, policy, j))
+        """After j iterations, or fewer where the linear system was solved before."""
+        chosen = [r for r in rows if (r["system"], r["policy"]) == (system, policy) and r["j"] <= j]
+        return float(chosen[-1][key])
 
     def numbers(system: str, key: str) -> str:
         return ", ".join(f"{p} {100 * at(system, p, key):.2g} %" for p in POLICIES)
 
-    j = settings.iterations[-1]
     return [
         Claim(
             f"CG targets the data globally: after {j} iterations its mean is closer than that of unit vectors",
@@ -181,7 +194,7 @@ def _maps(
                     linewidths=0.5,
                     linestyles="--",
                 )
-            weight = np.abs(resolve_policy(policy)(walk.after(j - 1))[:, 0].numpy())
+            weight = np.abs(resolve_policy(policy)(walk.before(j))[:, 0].numpy())
             spread = weight.max() - weight.min()
             weight = (weight - weight.min()) / spread if spread > 1e-9 else np.ones_like(weight)
             scatter_classes(axes, data.inputs, data.labels, size=18.0 * weight)

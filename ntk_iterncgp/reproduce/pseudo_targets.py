@@ -91,7 +91,7 @@ def _precise_newton(settings: PseudoTargetsSettings, data: BinaryData) -> list[S
     first = start(data.problem, stopping)
     states = newton(first, resolve_policy("unit"), stopping, NewtonOptions(damped=False))
     last = {state.newton_step: state for state in states}
-    return [last[i] for i in range(settings.num_newton_steps)]
+    return [last[i] for i in range(len(last) - 1)]  # the last one begins a step that is not taken
 
 
 def _regression(state: State, grid: Tensor) -> Regression:  # (resolution,)

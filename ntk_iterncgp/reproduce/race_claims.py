@@ -20,25 +20,30 @@ Line = dict[str, Any]
 
 
 def claims(summary: Sequence[Line]) -> list[Claim]:
-    """One for each pair of methods and each score, and one for compression."""
+    """One for each pair of methods and each score, and one for each compression."""
     iterncgp = [line for line in summary if line["group"] not in RIVALS]
     budget = max(line["seconds"] for line in iterncgp)
     found = []
     for group, who in WHO.items():
-        line = next(line for line in iterncgp if line["group"] == group)
+        line = _of_group(summary, group)[0]
         for rival, name in RIVALS.items():
-            lines = [other for other in summary if other["group"] == rival]
+            lines = _of_group(summary, rival)
             for score, sign in SCORES.items():
                 if lines:
                     found.append(_beats(line, lines, who, name, score, sign, budget))
-    compressed = [line for line in summary if line["group"] == "paper, compressed"]
-    if compressed:
-        plain = next(line for line in summary if line["group"] == "paper")
-        ratio = compressed[0]["test_nll"] / plain["test_nll"]
-        numbers = f"ratio {ratio:.5f}; without compression the rank is {plain['rank']:g}"
-        sentence = f"compression stays within 2 % of R = ∞ in test NLL: {compressed[0]['method']}"
-        found.append(Claim(sentence, abs(ratio - 1) < 0.02, numbers))
-    return found
+    return found + [_compresses(summary, group) for group in WHO if _of_group(summary, f"{group}, compressed")]
+
+
+def _compresses(summary: Sequence[Line], group: str) -> Claim:
+    (plain, *_), (compressed, *_) = _of_group(summary, group), _of_group(summary, f"{group}, compressed")
+    ratio = compressed["test_nll"] / plain["test_nll"]
+    numbers = f"ratio {ratio:.5f}; ranks {compressed['rank']:g} and {plain['rank']:g}"
+    sentence = f"compression stays within 2 % of R = ∞ in test NLL: {compressed['method']}"
+    return Claim(sentence, abs(ratio - 1) < 0.02, numbers)
+
+
+def _of_group(summary: Sequence[Line], group: str) -> list[Line]:
+    return [line for line in summary if line["group"] == group]
 
 
 def _beats(line: Line, rivals: list[Line], who: str, name: str, score: str, sign: int, budget: float) -> Claim:

@@ -11,9 +11,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ntk_iterncgp import parallel
 from ntk_iterncgp.config import ConfigError
+from ntk_iterncgp.files import write_text
 from ntk_iterncgp.reproduce.outcome import Outcome
-from ntk_iterncgp.reproduce.settings import Settings, assignment, load
+from ntk_iterncgp.reproduce.settings import Settings, as_yaml, assignment, load
 
 USER_ERROR = 2
 INTERRUPTED = 130
@@ -38,6 +40,8 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str]) -> int:
     """Run one experiment; returns the exit code. A user's mistake is one sentence on stderr and exit code 2."""
     arguments = _parser().parse_args(argv)
+    if parallel.launched_rank() is not None:
+        raise ConfigError("Several processes can 'fit' together, but not 'reproduce': start one of them.")
     try:
         return _run(arguments)
     except ConfigError as error:
@@ -79,7 +83,9 @@ def _run(arguments: argparse.Namespace) -> int:
     outcome: Outcome = module.run(settings)
     for claim in outcome.claims:
         print(claim)
-    for path in outcome.write(folder):
+    paths = [*outcome.write(folder), folder / "config.yaml"]
+    write_text(paths[-1], f"# ntk-iterncgp reproduce {arguments.name}: all settings of this run\n{as_yaml(settings)}")
+    for path in paths:
         print(f"wrote {path}")
     print(f"Took {time.perf_counter() - started:.0f} s.")
     return 0

@@ -9,9 +9,11 @@ holds the two together. A setting that does not exist is a `ConfigError` that na
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
+
+import yaml
 
 from ntk_iterncgp.settings import ConfigError, nearest, parsed, read_settings, typed_value
 
@@ -31,6 +33,8 @@ class Settings:
 
 
 S = TypeVar("S", bound=Settings)
+MAY_BE_ZERO = ("seed", "newton_tol", "residual_tol")
+LEAST = {"resolution": 2, "num_newton_steps": 2}  # of what is drawn as a map, or compared from step to step
 
 
 def load(kind: type[S], *, quick: bool, path: str | Path | None = None, changes: Mapping[str, Any]) -> S:
@@ -45,6 +49,12 @@ def load(kind: type[S], *, quick: bool, path: str | Path | None = None, changes:
                 raise ConfigError(f"This experiment has no setting '{key}'; {hint}")
         settings |= source
     return replace(kind(), **settings)
+
+
+def as_yaml(settings: Settings) -> str:
+    """All settings; `--config` with the text gives the same run."""
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(settings).items()}
+    return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
 
 
 def assignment(text: str) -> tuple[str, Any]:
@@ -65,8 +75,10 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
             raise ConfigError(f"{name} expects true or false, but got {value!r}.")
         return value
     value = typed_value(name, value, hint)
-    if isinstance(value, (int, float)) and not 0 <= value < float("inf"):
-        raise ConfigError(f"{name} expects a finite number of at least 0, but got {value!r}.")
-    if isinstance(value, int) and value == 0 and name != "seed":
-        raise ConfigError(f"{name} expects a whole number of at least 1, but got 0.")
+    if name.endswith("_tol") and not 0 <= value < 1:
+        raise ConfigError(f"{name} expects a share from 0 to below 1, but got {value!r}.")
+    if isinstance(value, int) and value < LEAST.get(name, name not in MAY_BE_ZERO):
+        raise ConfigError(f"{name} expects a whole number of at least {LEAST.get(name, 1)}, but got {value!r}.")
+    if isinstance(value, float) and (not 0 <= value < float("inf") or (value == 0 and name not in MAY_BE_ZERO)):
+        raise ConfigError(f"{name} expects a finite number above 0, but got {value!r}.")
     return value

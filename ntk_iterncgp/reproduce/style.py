@@ -38,6 +38,7 @@ TEN_CLASSES = (
 
 METHODS = {  # colour and dashes
     "ours": (BLUE, "-"),
+    "ours, compressed": (SKY, "--"),
     "paper": (VERMILION, "-"),
     "paper, compressed": (ORANGE, "--"),
     "unit": (BLACK, "-"),

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from matplotlib.figure import Figure
 
+from ntk_iterncgp.config import ConfigError
 from ntk_iterncgp.reproduce.beliefs import (
     Belief,
     Moment,
@@ -61,6 +62,11 @@ class Variant:
 
 
 def run(settings: VisualAbstractSettings) -> Outcome:
+    if settings.iterations_per_step > settings.num_data:
+        raise ConfigError(
+            f"iterations_per_step expects at most as many as there are data ({settings.num_data}), but got "
+            f"{settings.iterations_per_step}. Set iterations_per_step or num_data."
+        )
     data = draw(settings.num_data, 2, settings.outputscale, settings.seed)
     variants = _variants(settings, data)
     curves = {variant.name: _curve(variant, data, settings) for variant in variants}
@@ -146,7 +152,8 @@ def _figure(
         states = {(m.newton_step, m.iteration): m.state for m in variant.moments()}
         for column, key in enumerate(shown):
             axes = grid[row, column]
-            variance = variant.belief(states[key]).latent(points)[1][:, 0, 0]
+            reached = max(moment for moment in states if moment <= key)  # a step may be solved before its end
+            variance = variant.belief(states[reached]).latent(points)[1][:, 0, 0]
             image = show_map(axes, variance, extent, VARIANCE, limits=(0.0, settings.outputscale))
             scatter_classes(axes, data.inputs, data.labels, size=3.0)
             if row == 0:

@@ -8,7 +8,9 @@ Compression keeps R combinations of the B actions:
 `"mean+trace"`  (default, not the paper's) keeps the current mean exactly, and with it the R − 1 directions that
                 contract the variance at the training inputs most. With A₀A₀ᵀ = M⁻¹ and u ∝ A₀⁻¹w these are A₀u and A₀
                 times the top eigenvectors of (I − uuᵀ) A₀ᵀ(TᵀT)A₀ (I − uuᵀ).
-`"eigen"`       the paper's: the top eigenvectors of M. Depends on how actions are scaled, and loses the mean.
+`"eigen"`       the top eigenvectors of M, as the paper keeps them. They depend on how actions are scaled (here to
+                length one, there not at all) and lose the mean: Newton's point moves into the span that is kept, where
+                the paper leaves it. The paper's own is in reproduce/papers.py.
 
 Kronecker actions U ⊗ H stay Kronecker: the columns of U are combined, by the average of M over the contrasts, and the
 mean is a block w (r, q) of which all columns are kept.
