@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ntk_iterncgp.data import Inputs
 from ntk_iterncgp.priors.jacobian import Jacobian, NetworkJacobian
 
-ITERATIONS = 10
+ITERATIONS = 5  # ten get nothing more
 SAMPLE, SAMPLE_PER_GROUP = 2**13, 16  # data that the centres are found on: 64 for each of 500 gave as good ones
 MAX_FEATURES = 128  # longer features are projected at random, which keeps their distances
 DISTANCE_ENTRIES = 2**22  # of the matrix of distances between data and centres, at once
