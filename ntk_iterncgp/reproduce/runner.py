@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from ntk_iterncgp import parallel
 from ntk_iterncgp.config import ConfigError
-from ntk_iterncgp.files import write_text
+from ntk_iterncgp.files import text_writer, write_atomically
 from ntk_iterncgp.reproduce.outcome import Outcome
 from ntk_iterncgp.reproduce.settings import Settings, as_yaml, assignment, load
 
@@ -84,7 +84,8 @@ def _run(arguments: argparse.Namespace) -> int:
     for claim in outcome.claims:
         print(claim)
     paths = [*outcome.write(folder), folder / "config.yaml"]
-    write_text(paths[-1], f"# ntk-iterncgp reproduce {arguments.name}: all settings of this run\n{as_yaml(settings)}")
+    listing = f"# ntk-iterncgp reproduce {arguments.name}: all settings of this run\n{as_yaml(settings)}"
+    write_atomically(paths[-1], text_writer(listing))
     for path in paths:
         print(f"wrote {path}")
     print(f"Took {time.perf_counter() - started:.0f} s.")
