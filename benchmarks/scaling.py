@@ -37,6 +37,7 @@ from ntk_iterncgp import kernels, parallel
 from ntk_iterncgp.columns import DenseColumns
 from ntk_iterncgp.data import FixedOrderData
 from ntk_iterncgp.models import lenet
+from ntk_iterncgp.network.grouping import groups_for
 from ntk_iterncgp.priors import GramPrior, Jacobian, NTKPrior
 from ntk_iterncgp.priors.ntk import sweep_outputs
 
@@ -95,8 +96,9 @@ def measure(size: Size) -> dict[str, dict[str, float]]:
     once, twice = (K - 1) / K, 2 * (K - 1) / K  # what a process sends of a gathered and of a summed array
     la = Laplace(model, "classification", "all", "iterncgp", num_actions=size.actions)
     gathered = size.images * 4 * (CLASSES + FEATURES)
+    groups = groups_for(size.actions, size.images, 4 * P)
     jobs: dict[str, tuple[Callable[[], object], float]] = {
-        "clusters": (lambda: la.fit(loader), twice * (4 * size.actions + 8) * P + once * gathered),
+        "clusters": (lambda: la.fit(loader), twice * (4 * groups + 8) * P + once * gathered),
         "product": (lambda: prior.image(actions), twice * 8 * P * COLUMNS),
         "kernel": (lambda: gram.image(columns), (once + twice) * 4 * size.points * CLASSES),
     }

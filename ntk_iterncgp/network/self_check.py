@@ -32,6 +32,7 @@ from ntk_iterncgp.network.passes import Pass, checksum_vector
 from ntk_iterncgp.priors.jacobian import Rows
 from ntk_iterncgp.self_check import ELSEWHERE, MIN_DATA, ROWS, SelfCheckError, refusal
 from ntk_iterncgp.weight_check import network_rounding
+from ntk_iterncgp.weight_posterior import inner_products
 
 GROUP_SHARE, MAX_GROUPS = 0.01, 4  # what is computed anew: groups with at most this share of all data, or 64
 
@@ -132,7 +133,8 @@ def _gram_is_right(clusters: Clusters) -> bool:
     lengths = [torch.linalg.vector_norm(block, dim=1).double() for block in images]
     products = [block.T @ part.to(block.dtype) for block, part in zip(images, z, strict=True)]
     for i, block in enumerate(images):
-        off = (block @ torch.stack(products).sum(0)).double() - _row_of_blocks(clusters.gram_blocks, i, z)
+        total = torch.stack(products).sum(0)[:, None]
+        off = inner_products(block.T, total)[:, 0] - _row_of_blocks(clusters.gram_blocks, i, z)
         allowed = network_rounding(block.dtype) * lengths[i] * float(torch.cat(lengths).sum())
         if not bool((off.abs() <= allowed).all()):
             return False
