@@ -447,7 +447,7 @@ def test_a_method_or_tolerance_that_makes_no_sense_is_refused() -> None:
     X = draw(5, 2)
     with pytest.raises(ValueError, match=r"method expects one of 'auto', 'plain', .* but got 'fast'\."):
         KernelMatrix(RBF(), X, method="fast")
-    for tolerance in (-1e-6, 1.0, float("nan")):
+    for tolerance in (-1e-6, 1.0, float("nan"), "nonsense", [0.1]):
         with pytest.raises(ValueError, match="tolerance expects a share of the outputscale from 0 to below 1, but got"):
             KernelMatrix(RBF(), X, tolerance=tolerance)
     with pytest.raises(ValueError, match=r"expects a kernel that is a formula of distances, but Flat\(\) is not"):

@@ -10,6 +10,7 @@ keops    one compiled reduction; GPUs, few coordinates
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ def choose(kernel: Kernel, X1: Tensor, X2: Tensor, *, method: str = "auto", tole
     """The method for k(X1, X2) @ V. `tolerance` is that of the sparse method; 0 for exact products only."""
     if method not in METHODS:
         raise ValueError(f"method expects one of {', '.join(map(repr, METHODS))}, but got {method!r}.")
-    if tolerance is not None and not 0 <= tolerance < 1:
+    if tolerance is not None and not (isinstance(tolerance, Real) and 0 <= tolerance < 1):
         raise ValueError(f"tolerance expects a share of the outputscale from 0 to below 1, but got {tolerance!r}.")
     if method == "auto":
         return _choose(kernel, X1, X2, tolerance)
