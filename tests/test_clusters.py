@@ -155,7 +155,7 @@ def test_combinations_of_many_groups_say_more_than_as_many_groups(dtype: torch.d
     net = make_net(6, num_data=60)
     x = net.near_and_far()
     settings = {"num_actions": 6, "cotangents": cotangents}
-    few, many, all_groups = net.laplace(dtype, **settings), net.laplace(dtype, **settings), None
+    few, many = net.laplace(dtype, **settings), net.laplace(dtype, **settings)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grouping, "GROUPS_PER_ACTION", 1)
         few.fit(net.loader(dtype))
