@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ntk_iterncgp  # noqa: F401  registers the flavours
 from ntk_iterncgp.laplace_addon import grid
+from ntk_iterncgp.likelihoods import Softmax
 from ntk_iterncgp.priors import Jacobian
 
 if not __package__:
@@ -113,16 +114,20 @@ def growth(model: nn.Module, images: Tensor, labels: Tensor, sizes: list[int], f
 
 def predict_cost(model: nn.Module, la: Any, images: Tensor, figures: dict[str, float]) -> None:
     A, jacobian = la.posterior.images, Jacobian(model)
+    contrasts = Softmax(la.n_outputs).contrasts(images.device)
     with torch.no_grad():
+        jacobian.prepare(images, len(images))
         at_once = max(1, la.settings.chunk_bytes // jacobian.bytes_per_row(la.n_outputs))
         part = images[:at_once]
-        rows, ones = jacobian.rows(part, len(part)), torch.ones(jacobian.num_params)
+        rows, ones = jacobian.rows(part, len(part), contrasts), torch.ones(jacobian.num_params)
+        dense = torch.randn(len(part) * la.n_outputs, jacobian.num_params)
         work: dict[str, Callable[[], object]] = {
             "forward": lambda: model(images),
             "predict": lambda: la(images, link_approx="quasi"),
-            "derivatives by activations": lambda: jacobian.rows(part, len(part)),
+            "derivatives by activations": lambda: jacobian.rows(part, len(part), contrasts),
             "rows, times themselves": lambda: rows.products(A[:, :0], ones),
             "rows, times themselves and A": lambda: rows.products(A, ones),
+            "(one product of the sizes of J and A, by itself)": lambda: dense @ A,
         }
         least = dict.fromkeys(work, float("inf"))
         for _ in range(4):  # in turns, since the machine's pace changes
@@ -132,7 +137,7 @@ def predict_cost(model: nn.Module, la: Any, images: Tensor, figures: dict[str, f
     show("prediction of an image", figures["predict"], TARGETS["predict"], "forward passes")
     for name in list(work)[2:]:
         figures[f"predict {name}"] = least[name] / len(part) / unit
-        show(f"  of which {name}", figures[f"predict {name}"], None, "forward passes")
+        show(f"  {name}", figures[f"predict {name}"], None, "forward passes")
 
 
 def grid_cost(la: Any, images: Tensor, labels: Tensor, unit: float, figures: dict[str, float]) -> None:

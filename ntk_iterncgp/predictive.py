@@ -35,31 +35,42 @@ def check_link(link: str) -> None:
 def expected_response(
     likelihood: Likelihood,
     mean: Tensor,  # (b, C)
-    covariance: Tensor,  # (b, C, C)
+    covariance: Tensor,  # (b, C, C), or (b, r, r)
     *,
     link: str = "probit",
     num_samples: int = 512,
     generator: torch.Generator | None = None,
 ) -> Tensor:  # (b, C)
-    """E[y] at each input: class probabilities, rates, or means."""
+    """E[y] at each input: class probabilities, rates, or means.
+
+    Links that use the whole covariance need that of the contrasts HᵀF alone, and take it in its place.
+    """
     check_link(link)
     if num_samples < 1:
         raise ValueError(f"num_samples expects a whole number of at least 1, but got {num_samples}.")
     if link == "probit":
         return likelihood.expected_response(mean, covariance.diagonal(dim1=1, dim2=2))
     if link == "quadrature":
-        points, weights = normal_points(mean.shape[1], num_samples, mean.device)
+        points, weights = normal_points(likelihood.curvature_rank, num_samples, mean.device)
     else:
-        shape = (num_samples, mean.shape[1])
+        shape = (num_samples, likelihood.curvature_rank)
         points = torch.randn(shape, generator=generator, dtype=mean.dtype, device=mean.device)
         weights = torch.full((num_samples,), 1 / num_samples, dtype=mean.dtype, device=mean.device)
     points, weights = points.to(mean.dtype), weights.to(mean.dtype)
 
     def some(mean: Tensor, covariance: Tensor) -> Tensor:
-        latent = mean[:, None] + points @ covariance_root(covariance).mT  # (b, q, C)
+        latent = mean[:, None] + points @ _spread(likelihood, covariance).mT  # (b, q, C)
         return torch.einsum("q,bqc->bc", weights, likelihood.response(latent))
 
     return _in_chunks(some, mean, covariance, len(points))
+
+
+def _spread(likelihood: Likelihood, covariance: Tensor) -> Tensor:  # (b, C, C) or (b, r, r) -> (b, C, r)
+    """H L, with LLᵀ the covariance of the contrasts Hᵀf: what is the same for all classes does not change a softmax."""
+    contrasts = likelihood.contrasts(covariance.device).to(covariance.dtype)  # H (C, r)
+    if covariance.shape[-1] != contrasts.shape[1]:
+        covariance = contrasts.T @ covariance @ contrasts
+    return contrasts @ covariance_root(covariance)
 
 
 def _in_chunks(function: Callable[..., Tensor], mean: Tensor, covariance: Tensor, num_points: int) -> Tensor:
@@ -98,11 +109,12 @@ class Uncertainty:
 
 def classification_uncertainty(mean: Tensor, covariance: Tensor, *, num_samples: int = 512) -> Uncertainty:
     """From latent moments (b, C) and (b, C, C) of a softmax, by fixed quasi-random points."""
-    points, weights = normal_points(mean.shape[1], num_samples, mean.device)
+    likelihood = Softmax(mean.shape[1])
+    points, weights = normal_points(likelihood.curvature_rank, num_samples, mean.device)
     points, weights = points.to(mean.dtype), weights.to(mean.dtype)
 
     def entropies(mean: Tensor, covariance: Tensor) -> Tensor:  # (b, 2)
-        log_p = torch.log_softmax(mean[:, None] + points @ covariance_root(covariance).mT, -1)  # (b, q, C)
+        log_p = torch.log_softmax(mean[:, None] + points @ _spread(likelihood, covariance).mT, -1)  # (b, q, C)
         aleatoric = torch.einsum("q,bq->b", weights, -(log_p.exp() * log_p).sum(-1))
         p = torch.einsum("q,bqc->bc", weights, log_p.exp())
         return torch.stack([torch.special.entr(p).sum(1), aleatoric], 1)

@@ -181,13 +181,17 @@ def test_outputs_that_are_no_matrix_are_refused_by_their_shape(returned: Callabl
         Jacobian(_Returns(returned)).forward(torch.randn(4, 3))
 
 
-def test_is_current_notices_a_changed_weight() -> None:
+def test_a_jacobian_knows_whether_it_is_still_that_of_a_model() -> None:
     model = BY_NAME["mlp"].model()
-    jacobian = Jacobian(model, {name: value.clone() for name, value in model.named_parameters()})
-    assert jacobian.is_current()
+    jacobian = Jacobian(model)
     with torch.no_grad():
-        model[2].bias[1] += 1e-12
-    assert not jacobian.is_current()
+        model[2].bias[1] += 1  # seen: it is the same memory
+    assert jacobian.is_of(model)
+    assert not jacobian.is_of(BY_NAME["mlp"].model())
+    model[2].bias.requires_grad_(False)
+    assert not jacobian.is_of(model)
+    model[2].bias = torch.nn.Parameter(model[2].bias.clone())
+    assert not jacobian.is_of(model)
 
 
 def test_rows_are_differentiable_in_the_inputs() -> None:

@@ -353,7 +353,7 @@ def test_a_budget_too_small_for_one_row_is_refused_by_the_sizes(question: str) -
     else:
         la.settings = type(la.settings)(**{**vars(la.settings), "chunk_bytes": 100})
     message = (
-        r"chunk_bytes is expected to hold.*3 outputs × 31 weights, which take 1,488 bytes, but it is 100 bytes\. "
+        r"chunk_bytes is expected to hold.*3 outputs × 31 weights, which take 912 bytes, but it is 100 bytes\. "
         r"Raise chunk_bytes"
     )
     with pytest.raises(ValueError, match=message):
@@ -363,7 +363,7 @@ def test_a_budget_too_small_for_one_row_is_refused_by_the_sizes(question: str) -
             la(MLP.new_inputs())
 
 
-@pytest.mark.parametrize(("subset", "row"), [("all", 2 * 3 * 31 * 8), ("last_layer", 8 * (2 * 9 + 2 * 4))])
+@pytest.mark.parametrize(("subset", "row"), [("all", 3 * 8 * (7 + 7 + 2 * 12)), ("last_layer", 8 * (2 * 9 + 2 * 4))])
 @pytest.mark.parametrize("mean_mode", ["network", "refined"])
 def test_predictions_do_not_depend_on_the_memory_they_are_given(subset: str, row: int, mean_mode: str) -> None:
     x = torch.cat([near_and_far(MLP), MLP.new_inputs()])

@@ -186,6 +186,53 @@ def test_plain_layers_give_the_rows_that_torch_func_gives(case: str) -> None:
     )
 
 
+@pytest.mark.parametrize("case", [*PLAIN, *OTHER])
+def test_rows_of_contrasts_are_contrasts_of_rows(case: str) -> None:
+    model, x = prepared(*{**PLAIN, **OTHER}[case])
+    jacobian, expected = Jacobian(model), by_func(model, x)
+    contrasts = torch.randn(expected.outputs.shape[1], 2, dtype=torch.float64)
+    weights, variance = torch.randn(jacobian.num_params, 40).double(), torch.rand(jacobian.num_params).double() + 0.1
+    with torch.no_grad():
+        rows = jacobian.rows(x, len(x), contrasts)
+    torch.testing.assert_close(rows.outputs, expected.outputs)
+    for found in (rows.times(weights), rows.products(weights, variance)[0]):
+        torch.testing.assert_close(found, contrasts.T @ expected.times(weights))
+    for found in (rows.covariance(variance), rows.products(weights, variance)[1]):
+        torch.testing.assert_close(found, contrasts.T @ expected.covariance(variance) @ contrasts)
+
+
+def test_inputs_without_a_derivative_have_rows_by_layers_too() -> None:
+    class Looked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(5, 4), Tokens()
+            self.table.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.table(x))
+
+    torch.manual_seed(0)
+    model, x = Looked().double().eval(), torch.randint(5, (NUM_INPUTS, 6))
+    expected = by_func(model, x)
+    with torch.no_grad():
+        rows = Jacobian(model).rows(x, len(x))
+    assert isinstance(rows, LayerRows)
+    torch.testing.assert_close(rows.jacobian, expected.jacobian)
+
+
+def test_the_memory_of_rows_is_counted_when_inputs_of_a_shape_are_first_seen() -> None:
+    pooled = nn.Sequential(nn.Conv2d(1, 2, 3), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(8, 3))
+    model, x = prepared(lambda: pooled, (1, 5, 5))
+    jacobian = Jacobian(model)
+    with torch.no_grad():
+        jacobian.prepare(x, len(x))
+        small = jacobian.bytes_per_row(3)
+        # 2·3·3 derivatives of the convolution and 3 of the head; 2 biases and 3; rows 2·9, twice, and patches 9·9 / 3
+        assert small == 3 * 8 * (18 + 3 + 2 + 3 + 36 + 27)
+        jacobian.prepare(torch.randn(3, 1, 7, 7, dtype=torch.float64), 3)
+        assert jacobian.bytes_per_row(3) == 3 * 8 * (50 + 3 + 2 + 3 + 36 + 75)
+
+
 @pytest.mark.parametrize("case", OTHER)
 def test_other_models_are_left_to_torch_func(case: str) -> None:
     model, x = prepared(*OTHER[case])

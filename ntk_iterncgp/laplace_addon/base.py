@@ -74,8 +74,15 @@ class IterNCGPLaplace(FittedNetwork):
     ) -> Any:
         if link_approx != QUASI:
             return super()._glm_forward_call(x, likelihood, joint, link_approx, n_samples, diagonal_output)
-        mean, covariance = x if isinstance(x, GivenMoments) else self.predictive_moments(x)
-        return expected_response(Softmax(mean.shape[1]), mean, covariance, link="quadrature", num_samples=n_samples)
+        softmax = Softmax(self.n_outputs)
+        if isinstance(x, GivenMoments):
+            mean, covariance = x
+        else:
+            self._check_fitted()
+            self._check_nonempty_inputs(x)
+            # It depends on differences between the outputs alone: one backward pass less.
+            mean, covariance = self._moments(x, softmax.contrasts(self._device))
+        return expected_response(softmax, mean, covariance, link="quadrature", num_samples=n_samples)
 
     def uncertainty(self, x: Inputs) -> Uncertainty:
         """Scores of each input for rejection, out-of-distribution detection and active learning; prints as a table."""
@@ -109,15 +116,25 @@ class IterNCGPLaplace(FittedNetwork):
     def _glm_predictive_distribution(self, x: Inputs, joint: bool = False) -> tuple[Tensor, Tensor]:
         if isinstance(x, GivenMoments):  # moments known already: laplace-torch's links are asked about them
             return x
+        if not joint:
+            return self._moments(x)
         posterior = self._posterior_now()
         with exclusively(self.model), evaluating(self.model), self._gradients():
-            if joint:
-                rows = self._all_rows_at(x)
-                mean, covariance = self._mean_of(rows, posterior).flatten(), posterior.covariance(rows, joint=True)
-            else:
-                # By `map`, no name holds the rows of one part while those of the next are computed.
-                parts = map(lambda rows: (self._mean_of(rows, posterior), posterior.covariance(rows)), self._rows_at(x))
-                mean, covariance = map(torch.cat, zip(*parts, strict=True))
+            rows = self._all_rows_at(x)
+            mean, covariance = self._mean_of(rows, posterior).flatten(), posterior.covariance(rows, joint=True)
+        return mean.to(self._dtype), covariance.to(self._dtype)
+
+    def _moments(self, x: Inputs, contrasts: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Mean (b, C) and covariance (b, C, C) of the outputs; or, for contrasts H (C, r), the mean up to what is the
+        same for all outputs, and the covariance (b, r, r) of Hᵀf."""
+        posterior = self._posterior_now()
+
+        def moments(rows: Rows) -> tuple[Tensor, Tensor]:
+            return self._mean_of(rows, posterior, contrasts), posterior.covariance(rows)
+
+        with exclusively(self.model), evaluating(self.model), self._gradients():
+            # By `map`, no name holds the rows of one part while those of the next are computed.
+            mean, covariance = map(torch.cat, zip(*map(moments, self._rows_at(x, contrasts)), strict=True))
         return mean.to(self._dtype), covariance.to(self._dtype)
 
     def _all_rows_at(self, x: Inputs) -> Rows:
@@ -136,11 +153,12 @@ class IterNCGPLaplace(FittedNetwork):
         start = self.posterior.anchor_share * (self.mean - self.prior_mean).double()
         return self.prior_mean.double() + start + posterior.mean_shift(self.prior_mean)
 
-    def _mean_of(self, rows: Rows, posterior: ConditionedPosterior) -> Tensor:
+    def _mean_of(self, rows: Rows, posterior: ConditionedPosterior, contrasts: Tensor | None = None) -> Tensor:
         if self.settings.mean == "network":
             return rows.outputs.double()
         shift = self._mean_weights(posterior) - self.mean.double()  # μ − θ*
-        return rows.outputs.double() + rows.times(shift[:, None])[..., 0]
+        moved = rows.times(shift[:, None])[..., 0]
+        return rows.outputs.double() + (moved if contrasts is None else moved @ contrasts.T)
 
     def _gradients(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.enable_backprop else torch.no_grad()

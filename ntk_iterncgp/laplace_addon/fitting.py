@@ -151,8 +151,8 @@ class FittedNetwork(BaseFunctionalLaplace):
         """The Jacobian, and the training data as it takes them."""
 
     @abstractmethod
-    def _rows_at(self, x: Inputs) -> Iterator[Rows]:
-        """The network at new inputs, in parts that fit in `chunk_bytes`."""
+    def _rows_at(self, x: Inputs, contrasts: Tensor | None = None) -> Iterator[Rows]:
+        """The network at new inputs, in parts that fit in `chunk_bytes`: J(x), or HᵀJ(x) for contrasts H (C, r)."""
 
     @abstractmethod
     def _layer_sizes(self) -> tuple[int, ...]:

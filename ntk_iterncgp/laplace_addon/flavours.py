@@ -26,6 +26,7 @@ class IterNCGPAllLaplace(IterNCGPLaplace):
     """All weights that require a gradient."""
 
     _key = ("all", "iterncgp")
+    _jacobian: Jacobian | None = None
 
     def _open(self, loader: DataLoader) -> tuple[NetworkJacobian, FixedOrderData]:
         jacobian = Jacobian(self.model)
@@ -33,11 +34,13 @@ class IterNCGPAllLaplace(IterNCGPLaplace):
         probe(self.model, jacobian.forward, data)
         return jacobian, data
 
-    def _rows_at(self, x: Inputs) -> Iterator[Rows]:
-        jacobian, x = Jacobian(self.model), to_device(x, self._device)
+    def _rows_at(self, x: Inputs, contrasts: Tensor | None = None) -> Iterator[Rows]:
+        if self._jacobian is None or not self._jacobian.is_of(self.model):
+            self._jacobian = Jacobian(self.model)  # kept: what it has found out about the model costs two rows
+        jacobian, x = self._jacobian, to_device(x, self._device)
         data = FixedOrderData([(x, None)], device=self._device, dict_key_x=self.dict_key_x, dict_key_y=self.dict_key_y)
         for part in in_parts(jacobian, data, x, self.n_outputs, self.settings.chunk_bytes):
-            yield jacobian.rows(part, data.num_rows(part))
+            yield jacobian.rows(part, data.num_rows(part), contrasts)
 
     def _layer_sizes(self) -> tuple[int, ...]:
         return tuple(value.numel() for value in self.params)
@@ -123,12 +126,12 @@ class IterNCGPLastLayerLaplace(IterNCGPLaplace):
         features = self.extractor.forward_with_features(x)[1]
         return features if features.ndim == 2 else features.reshape(-1, self._layer.in_features)
 
-    def _rows_at(self, x: Inputs) -> Iterator[Rows]:
+    def _rows_at(self, x: Inputs, contrasts: Tensor | None = None) -> Iterator[Rows]:
         jacobian = LastLayerJacobian(self._layer)
         features = self._features(to_device(x, self._device))
         data = FixedOrderData([(features, None)], device=self._device)
         for part in in_parts(jacobian, data, features, self.n_outputs, self.settings.chunk_bytes):
-            yield jacobian.rows(part, len(part))
+            yield jacobian.rows(part, len(part), contrasts)
 
     def _layer_sizes(self) -> tuple[int, ...]:
         return tuple(value.numel() for value in self.params)

@@ -30,8 +30,24 @@ class Block(ABC):
         """The rows, written out."""
 
     @abstractmethod
-    def formed(self) -> Block:
-        """Itself, ready for several products that are better done with the rows written out."""
+    def formed(self, space: Tensor) -> Block:
+        """Itself, ready for several products that are better done with the rows written out: in `space`, a vector of
+        at least `size` numbers that the next block may overwrite."""
+
+    @property
+    def size(self) -> int:
+        """How many numbers `formed` writes."""
+        return 0
+
+    @property
+    @abstractmethod
+    def num_held(self) -> int:
+        """How many numbers it consists of."""
+
+    @property
+    def num_needed(self) -> int:
+        """How many more its products need for a time."""
+        return 0
 
     @abstractmethod
     def times(self, weights: Tensor) -> Tensor:  # (P_l, k) -> (b, C, k)
@@ -58,7 +74,11 @@ class WrittenOut(Block):
     def matrix(self) -> Tensor:
         return self._matrix
 
-    def formed(self) -> Block:
+    @property
+    def num_held(self) -> int:
+        return self._matrix.numel()
+
+    def formed(self, space: Tensor) -> Block:
         return self
 
     def times(self, weights: Tensor) -> Tensor:
@@ -84,7 +104,15 @@ class Outer(Block):
     def matrix(self) -> Tensor:
         return torch.einsum("bco,bk->bcok", self.cotangents, self.inputs).flatten(2)
 
-    def formed(self) -> Block:
+    @property
+    def num_held(self) -> int:
+        return self.cotangents.numel()
+
+    @property
+    def num_needed(self) -> int:
+        return 2 * self.cotangents.numel() * self.inputs.shape[1]  # where each weight has a prior of its own
+
+    def formed(self, space: Tensor) -> Block:
         return self
 
     def times(self, weights: Tensor) -> Tensor:
@@ -106,21 +134,38 @@ class Outer(Block):
 class Contraction(Block):
     """Σ_t g u: the weights of a layer that is applied at T places, such as a convolution."""
 
-    def __init__(self, cotangents: Tensor, inputs: Callable[[], Tensor]) -> None:
+    def __init__(self, cotangents: Tensor, inputs: Callable[[], Tensor], num_inputs: int) -> None:
         self.cotangents, self.inputs = cotangents, inputs  # g (b, C, O, T), u (b, K, T)
+        self.num_inputs = num_inputs  # K
 
     @property
     def matrix(self) -> Tensor:
         b, C = self.cotangents.shape[:2]
         return (self.cotangents.flatten(1, 2) @ self.inputs().mT).view(b, C, -1)
 
-    def formed(self) -> Block:
-        return WrittenOut(self.matrix)
+    @property
+    def size(self) -> int:
+        return self.cotangents.shape[:3].numel() * self.num_inputs
+
+    @property
+    def num_held(self) -> int:
+        return self.cotangents.numel()
+
+    @property
+    def num_needed(self) -> int:
+        b, _, _, T = self.cotangents.shape
+        return 2 * self.size + b * self.num_inputs * T  # the rows, these by the prior's deviations, and u
+
+    def formed(self, space: Tensor) -> Block:
+        b, C, channels, _ = self.cotangents.shape
+        rows = space[: self.size].view(b, C * channels, -1)
+        torch.bmm(self.cotangents.flatten(1, 2), self.inputs().mT, out=rows)
+        return WrittenOut(rows.view(b, C, -1))
 
     def times(self, weights: Tensor) -> Tensor:
         (_, C, channels, T), k = self.cotangents.shape, weights.shape[1]
         if T * k >= C * (T + k):  # multiplications, over O·K: first those by the columns, or first Σ_t
-            return self.formed().times(weights)
+            return self.matrix @ weights
         columns = weights.unflatten(0, (channels, -1)).transpose(1, 2).flatten(0, 1)  # (O·k, K)
         passed = (columns @ self.inputs()).unflatten(1, (channels, k)).transpose(2, 3)  # (b, O, T, k)
         return self.cotangents.flatten(2) @ passed.flatten(1, 2)
@@ -130,10 +175,10 @@ class Contraction(Block):
         return (combined @ self.inputs().mT).sum(0).flatten()
 
     def gram(self) -> Tensor:
-        return self.formed().gram()
+        return WrittenOut(self.matrix).gram()
 
     def curvature_diagonal(self, weight: Tensor) -> Tensor:
-        return self.formed().curvature_diagonal(weight)
+        return WrittenOut(self.matrix).curvature_diagonal(weight)
 
 
 def patches(layer: nn.Conv2d, inputs: Tensor) -> Tensor:  # (b, I, H, W) -> (b, K, T)

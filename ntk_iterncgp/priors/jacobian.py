@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev, jvp, vjp, vmap
 
 from ntk_iterncgp.data import Inputs, slice_rows
-from ntk_iterncgp.priors.layers import layer_rows, layers_of
+from ntk_iterncgp.priors.layers import LayerRows, layer_rows, layers_of
 from ntk_iterncgp.priors.rows import DenseRows, Rows
 from ntk_iterncgp.threads import FORWARD_MODE, exclusively, plain_attention
 
@@ -61,8 +61,13 @@ class NetworkJacobian(ABC):
         """J V on a batch."""
 
     @abstractmethod
-    def rows(self, x: Inputs, num_rows: int) -> Rows:
-        """The network at each input of a batch. Differentiable in x."""
+    def rows(self, x: Inputs, num_rows: int, contrasts: Tensor | None = None) -> Rows:  # (C, r)
+        """The network at each input of a batch, with the rows J(x), or HᵀJ(x) for contrasts H of its outputs.
+        Differentiable in x."""
+
+    @abstractmethod
+    def prepare(self, x: Inputs, num_rows: int) -> None:
+        """Look at some inputs, so that `bytes_per_row` knows."""
 
     @abstractmethod
     def bytes_per_row(self, num_outputs: int) -> int:
@@ -86,7 +91,9 @@ class Jacobian(NetworkJacobian):
         self.dtype, self.device = first.dtype, first.device
         self.params_bytes = first.element_size()
         self._vmaps = True
-        self._places, self._proven = layers_of(model, self.params), False
+        self._places = layers_of(model, self.params)
+        self._numbers_per_output: int | None = None  # of rows by layers, for one input
+        self._shapes: list[torch.Size] | None = None  # of the inputs that were looked at
 
     # --- the function ---------------------------------------------------------------------------------------------
 
@@ -150,30 +157,54 @@ class Jacobian(NetworkJacobian):
             ]
         return torch.stack(columns, 2)
 
-    def bytes_per_row(self, num_outputs: int) -> int:
-        # By layers: derivatives by what comes out of each, and the rows of one. Else J, what it is concatenated from,
-        # and J Λ^{-½}.
-        copies = 3 if self._places is None else 2
-        return copies * num_outputs * self.num_params * self.params_bytes
+    def prepare(self, x: Inputs, num_rows: int) -> None:
+        some = slice_rows(x, slice(0, PROOF_ROWS), num_rows)
+        shapes = [value.shape[1:] for value in _tensors_of(some)]
+        if self._places is None or shapes == self._shapes:
+            return
+        self._shapes = shapes
+        with torch.no_grad():
+            rows = self._rows_by_layers(some, None)
+            if rows is None or not rows.agrees_with(lambda c: self.vjp(some, c[..., None])[:, 0]):
+                self._places = None
+            else:
+                self._numbers_per_output = -(-rows.num_numbers // rows.outputs.numel())
 
-    def rows(self, x: Inputs, num_rows: int) -> Rows:
-        if self._places is not None and not torch.is_grad_enabled():
-            with exclusively(self.model):  # it is watched by hooks
-                leaves = {name: value.requires_grad_() for name, value in self._fresh().items()}
-                rows = layer_rows(self.model, lambda: self.forward(x, leaves), self._places, self.sizes)
-            if rows is not None and not self._proven:
-                some = slice_rows(x, slice(0, PROOF_ROWS), num_rows)
-                self._proven = rows.agrees_with(lambda c: self.vjp(some, c[..., None])[:, 0], PROOF_ROWS)
-            if rows is not None and self._proven:
-                return rows
-            self._places = None
+    def bytes_per_row(self, num_outputs: int) -> int:
+        # Of J as a whole there are three copies: itself, what it is concatenated from, and J Λ^{-½}. By layers there is
+        # less, as `prepare` finds; before it, what `layer_rows` may take at the most.
+        by_layers = self._places is not None and not torch.is_grad_enabled()
+        numbers = (self._numbers_per_output or 2 * self.num_params) if by_layers else 3 * self.num_params
+        return num_outputs * numbers * self.params_bytes
+
+    def rows(self, x: Inputs, num_rows: int, contrasts: Tensor | None = None) -> Rows:
+        if not torch.is_grad_enabled():
+            self.prepare(x, num_rows)
+            found = None if self._places is None else self._rows_by_layers(x, contrasts)
+            if found is not None:
+                return found
 
         def jacobian(outputs: Callable[[dict[str, Tensor]], Tensor]) -> Tensor:  # (C, P)
             blocks = jacrev(outputs)(self.params)
             return torch.cat([blocks[name].flatten(1) for name in self.params], 1)
 
         with plain_attention():
-            return DenseRows(self.forward(x), self._each(jacobian, x, num_rows))
+            outputs, rows = self.forward(x), self._each(jacobian, x, num_rows)
+            return DenseRows(outputs, rows if contrasts is None else contrasts.T.to(rows) @ rows)
+
+    def _rows_by_layers(self, x: Inputs, contrasts: Tensor | None) -> LayerRows | None:
+        assert self._places is not None
+        leaves = {name: value.requires_grad_() for name, value in self._fresh().items()}
+        source = x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else None
+        with exclusively(self.model):  # it is watched by hooks
+            return layer_rows(
+                self.model,
+                lambda: self.forward(x if source is None else source.clone(), leaves),  # a model may overwrite it
+                source,
+                self._places,
+                self.sizes,
+                contrasts,
+            )
 
     def vjp_each(self, x: Inputs, cotangents: Tensor) -> Tensor:  # (b, C, k) -> (b, k, P)
         def pull_back(outputs: Callable[[dict[str, Tensor]], Tensor], block: Tensor) -> Tensor:  # (C, k) -> (k, P)
@@ -229,10 +260,14 @@ class Jacobian(NetworkJacobian):
         """The weights as a flat vector."""
         return torch.cat([value.flatten() for value in self.params.values()])
 
-    def is_current(self) -> bool:
-        """Whether the model's weights are still those of this Jacobian."""
-        current = dict(self.model.named_parameters())
-        return all(name in current and torch.equal(current[name], value) for name, value in self.params.items())
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether these are all weights of `model` that require a gradient, in the memory where they are now."""
+        current = {name: value for name, value in model.named_parameters() if value.requires_grad}
+        return (
+            self.model is model
+            and list(current) == list(self.params)
+            and all(current[name].is_set_to(value) for name, value in self.params.items())
+        )
 
     def _fresh(self) -> dict[str, Tensor]:
         return {name: value.detach() for name, value in self.params.items()}
@@ -278,7 +313,10 @@ def _padding_rows(model: nn.Module, chosen: Mapping[str, Tensor]) -> dict[str, i
     return {name: rows[id(value)] for name, value in chosen.items() if id(value) in rows}
 
 
+def _tensors_of(x: Inputs) -> list[Tensor]:
+    return [value for value in (x.values() if isinstance(x, Mapping) else [x]) if isinstance(value, Tensor)]
+
+
 def _tangents_at_once(x: Inputs) -> int:
-    tensors = [value for value in (x.values() if isinstance(x, Mapping) else [x]) if isinstance(value, Tensor)]
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in _tensors_of(x))
     return max(1, min(JVP_COLUMNS, JVP_BYTES // max(1, size)))

@@ -41,8 +41,11 @@ class LastLayerJacobian(NetworkJacobian):
     def jvp(self, x: Inputs, tangents: Tensor) -> Tensor:
         return torch.einsum("bd,cdk->bck", self.extended(x), self.matrix(tangents.to(x.dtype)))
 
-    def rows(self, x: Inputs, num_rows: int) -> Rows:
-        return LastLayerRows(self, x)
+    def rows(self, x: Inputs, num_rows: int, contrasts: Tensor | None = None) -> Rows:
+        return LastLayerRows(self, x, contrasts)
+
+    def prepare(self, x: Inputs, num_rows: int) -> None:
+        pass  # memory is known without
 
     def bytes_per_row(self, num_outputs: int) -> int:
         return 8 * (2 * num_outputs**2 + 2 * self.num_features)
@@ -62,20 +65,25 @@ class LastLayerJacobian(NetworkJacobian):
 
 
 class LastLayerRows(Rows):
-    """J(x) = φ(x)ᵀ ⊗ I at b inputs."""
+    """J(x) = φ(x)ᵀ ⊗ I at b inputs, or φ(x)ᵀ ⊗ Hᵀ."""
 
-    def __init__(self, jacobian: LastLayerJacobian, features: Tensor) -> None:
+    def __init__(self, jacobian: LastLayerJacobian, features: Tensor, contrasts: Tensor | None) -> None:
         self.outputs = jacobian.forward(features)
         self._jacobian, self._features = jacobian, jacobian.extended(features)
+        self._contrasts = None if contrasts is None else contrasts.to(features.device).double()  # H (C, r)
 
     def times(self, weights: Tensor) -> Tensor:
         matrix = self._jacobian.matrix(weights.to(self._features.dtype))
-        return torch.einsum("bd,cdk->bck", self._features, matrix).double()
+        product = torch.einsum("bd,cdk->bck", self._features, matrix).double()
+        return product if self._contrasts is None else self._contrasts.T @ product
 
     def covariance(self, variance: Tensor, *, joint: bool = False) -> Tensor:
         features, per_class = self._features.double(), self._jacobian.matrix(variance[:, None].double())[..., 0]
         if not joint:
-            return torch.diag_embed(features.square() @ per_class.T)
+            variances = features.square() @ per_class.T  # (b, C)
+            if self._contrasts is not None:
+                return self._contrasts.T @ (variances[..., None] * self._contrasts)
+            return torch.diag_embed(variances)
         b, C = len(features), len(per_class)
         full = torch.zeros(b, C, b, C, dtype=torch.float64, device=features.device)
         for c in range(C):  # over outputs: the classes are independent

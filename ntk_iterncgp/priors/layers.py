@@ -1,9 +1,10 @@
 """Rows of the Jacobian layer by layer, for networks whose weights all sit in plain layers.
 
 Vectorised autograd repeats for each output what all of them share, and on a CPU its per-datum convolutions are slow.
-Here one forward pass keeps what went into the layers, C backward passes stop at what came out of them, and matrix
-products do the rest (`blocks.py`), one layer at a time: J as a whole is nowhere, since on a CPU fresh memory for it
-costs half as much as computing it. Two thirds of the time on a ResNet-20, with all products that a prediction needs.
+Here one forward pass keeps what went into the layers, C backward passes leave behind the derivatives by what came out
+of them, and matrix products do the rest (`blocks.py`), one layer at a time: J as a whole is nowhere, since on a CPU
+fresh memory for it costs half as much as computing it. Half of the time on a ResNet-20, with all products that a
+prediction needs.
 
 Layers of another kind, weights used twice, or activations larger than the weights: `layer_rows` says None, and
 the rows come from `torch.func`. Weights used behind a layer's back are found by `agrees_with`.
@@ -12,7 +13,7 @@ the rows come from `torch.func`. Weights used behind a layer's back are found by
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -30,10 +31,11 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class LayerRows(Rows):
-    """J as one block for each parameter tensor, in the order of the weights."""
+    """J, or HᵀJ, as one block for each parameter tensor, in the order of the weights."""
 
-    def __init__(self, outputs: Tensor, blocks: list[Block], sizes: list[int]) -> None:
+    def __init__(self, outputs: Tensor, num_rows: int, blocks: list[Block], sizes: list[int]) -> None:
         self.outputs, self.blocks, self.sizes = outputs, blocks, sizes
+        self.shape = len(outputs), num_rows  # (b, r): of J r is C
 
     @cached_property
     def jacobian(self) -> Tensor:  # (b, C, P)
@@ -41,7 +43,7 @@ class LayerRows(Rows):
         return torch.cat([block.matrix for block in self.blocks], 2)
 
     def times(self, weights: Tensor) -> Tensor:
-        total = self.outputs.new_zeros(*self.outputs.shape, weights.shape[1])
+        total = self.outputs.new_zeros(*self.shape, weights.shape[1])
         for block, part in zip(self.blocks, self._split(weights), strict=True):
             total += block.times(part)
         return total.double()
@@ -50,12 +52,11 @@ class LayerRows(Rows):
         return self.products(torch.empty(sum(self.sizes), 0).to(self.outputs), variance, joint=joint)[1]
 
     def products(self, weights: Tensor, variance: Tensor, *, joint: bool = False) -> tuple[Tensor, Tensor]:
-        b, C = self.outputs.shape
-        cross = self.outputs.new_zeros(b, C, weights.shape[1])
-        covariance = self.outputs.new_zeros((b * C, b * C) if joint else (b, C, C))
+        b, r = self.shape
+        cross = self.outputs.new_zeros(b, r, weights.shape[1])
+        covariance = self.outputs.new_zeros((b * r, b * r) if joint else (b, r, r))
         variances = variance.expand(sum(self.sizes)).split(self.sizes)
-        for block, part, each in zip(self.blocks, self._split(weights), variances, strict=True):
-            formed = block.formed()
+        for formed, part, each in zip(self._formed(), self._split(weights), variances, strict=True):
             cross += formed.times(part)
             if not joint and bool((each == each[0]).all()):  # one prior variance for the whole layer
                 covariance += each[0].to(covariance.dtype) * formed.gram()
@@ -69,23 +70,30 @@ class LayerRows(Rows):
         elif list(sizes) != self.sizes:
             yield from super().by_layer(weights, sizes)
         else:
-            for block, part in zip(self.blocks, self._split(weights), strict=True):
-                formed = block.formed()
+            for formed, part in zip(self._formed(), self._split(weights), strict=True):
                 yield formed.times(part).double(), formed.gram().double()
 
     def curvature_diagonal(self, curvature: Callable[[Tensor], Tensor]) -> Tensor:
         weight = written_out(curvature, self.outputs.shape, self.outputs)
         return torch.cat([block.curvature_diagonal(weight) for block in self.blocks]).double()
 
-    def agrees_with(self, pull_back: Callable[[Tensor], Tensor], num_rows: int) -> bool:
-        """Whether these are the rows of the J whose products Jᵀc, (num_rows, C) -> (P,), are given, by a random one."""
-        generator = torch.Generator().manual_seed(0)
-        cotangent = torch.randn(self.outputs.shape, generator=generator).to(self.outputs)
-        cotangent[num_rows:] = 0
-        expected = pull_back(cotangent[:num_rows])
+    def agrees_with(self, pull_back: Callable[[Tensor], Tensor]) -> bool:
+        """Whether these are the rows of the J whose products Jᵀc, (b, C) -> (P,), are given, by a random one."""
+        cotangent = torch.randn(self.shape, generator=torch.Generator().manual_seed(0)).to(self.outputs)
+        expected = pull_back(cotangent)
         found = torch.cat([block.pull_back(cotangent) for block in self.blocks])
         tolerance = torch.finfo(found.dtype).eps ** 0.5
         return bool((found - expected).norm() <= tolerance * expected.norm())
+
+    @property
+    def num_numbers(self) -> int:
+        """What is held at once: derivatives, and what the products of one layer need."""
+        return sum(block.num_held for block in self.blocks) + max(block.num_needed for block in self.blocks)
+
+    def _formed(self) -> Iterator[Block]:
+        """The blocks, each ready for several products until the next is asked for: one memory for all of them."""
+        space = self.outputs.new_empty(max(block.size for block in self.blocks))
+        return (block.formed(space) for block in self.blocks)
 
     def _split(self, weights: Tensor) -> tuple[Tensor, ...]:
         return weights.to(self.outputs.dtype).split(self.sizes)
@@ -123,12 +131,15 @@ class Call(NamedTuple):
 def layer_rows(
     model: nn.Module,
     forward: Callable[[], Tensor],
+    source: Tensor | None,
     places: Mapping[str, tuple[str, str]],
     sizes: list[int],
+    contrasts: Tensor | None = None,  # H (C, r)
 ) -> LayerRows | None:
     """The rows at the inputs that `forward` puts through the model, or None where they cannot be had this way.
 
-    `forward` is to give the model weights that require gradients.
+    `forward` is to give the model weights that require gradients, and inputs made of `source`, which requires one too;
+    None where inputs have no derivative.
     """
     modules = dict(model.named_modules())
     layers = {owner: modules[owner] for owner, _ in places.values()}
@@ -154,14 +165,52 @@ def layer_rows(
     activations = sum(call.shape.numel() for owner, call in seen.items() if isinstance(layers[owner], APPLIED))
     if activations > 2 * b * sum(sizes):  # more memory than the rows themselves are granted
         return None
-    kept = {owner: _kept(layers[owner], call, C) for owner, call in seen.items()}
-    eye = torch.eye(C, dtype=outputs.dtype, device=outputs.device)
-    edges = [call.edge for call in seen.values()]
-    for c in range(C):  # each stops at the outputs of layers; all at once by vmap takes longer
-        gradients = torch.autograd.grad(outputs, edges, eye[c].expand(b, C), retain_graph=c + 1 < C, allow_unused=True)
-        for owner, gradient in zip(seen, gradients, strict=True):
-            kept[owner].take(c, outputs.new_zeros(seen[owner].shape) if gradient is None else gradient)
-    return LayerRows(outputs.detach(), [kept[owner].block(place) for owner, place in places.values()], sizes)
+    cotangents = torch.eye(C).to(outputs) if contrasts is None else contrasts.T.to(outputs)  # (r, C)
+    kept = {owner: _kept(layers[owner], call, len(cotangents)) for owner, call in seen.items()}
+    for c, cotangent in enumerate(cotangents):  # all at once by vmap takes longer
+        missing = set(seen)
+
+        def take(owner: str, gradient: Tensor | None, c: int = c, missing: set[str] = missing) -> None:
+            if gradient is not None:
+                kept[owner].take(c, gradient)
+                missing.discard(owner)
+
+        _differentiate(outputs, cotangent.expand(b, C), seen, source, take, is_last=c + 1 == len(cotangents))
+        for owner in missing:
+            kept[owner].take(c, outputs.new_zeros(seen[owner].shape))
+    blocks = [kept[owner].block(place) for owner, place in places.values()]
+    return LayerRows(outputs.detach(), len(cotangents), blocks, sizes)
+
+
+def _differentiate(
+    outputs: Tensor,
+    cotangent: Tensor,
+    calls: Mapping[str, Call],
+    source: Tensor | None,
+    take: Callable[[str, Tensor | None], None],
+    *,
+    is_last: bool,
+) -> None:
+    """One backward pass, which hands the derivative by what came out of each layer to `take`.
+
+    On its way to the `source`, so that it can be freed at once: on a CPU, memory that is asked for anew costs nearly as
+    much as what is done in it. Without a source, all together in the end.
+    """
+    keep = not is_last
+    if source is None:
+        edges = [call.edge for call in calls.values()]
+        gradients = torch.autograd.grad(outputs, edges, cotangent, retain_graph=keep, allow_unused=True)
+        for owner, gradient in zip(calls, gradients, strict=True):
+            take(owner, gradient)
+        return
+
+    def pass_on(owner: str, gradients: Sequence[Tensor | None]) -> None:
+        take(owner, gradients[calls[owner].edge.output_nr])
+
+    with ExitStack() as stack:
+        for owner, call in calls.items():
+            stack.callback(call.edge.node.register_prehook(partial(pass_on, owner)).remove)
+        torch.autograd.grad(outputs, source, cotangent, retain_graph=keep, allow_unused=True)
 
 
 def _affine(layer: nn.Module, x: Tensor) -> Tensor:
@@ -203,10 +252,10 @@ class Places(Kept):
         if place == "bias":
             return WrittenOut(self.cotangents.sum(3))
         if isinstance(self.layer, nn.Conv2d):
-            return Contraction(self.cotangents, partial(patches, self.layer, self.inputs))
+            return Contraction(self.cotangents, partial(patches, self.layer, self.inputs), self.layer.weight[0].numel())
         if self.inputs.ndim == 2:
             return Outer(self.cotangents[..., 0], self.inputs)
-        return Contraction(self.cotangents, lambda: self.inputs.flatten(1, -2).mT)
+        return Contraction(self.cotangents, lambda: self.inputs.flatten(1, -2).mT, self.inputs.shape[-1])
 
 
 class Sums(Kept):

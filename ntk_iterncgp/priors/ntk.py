@@ -200,6 +200,7 @@ def in_parts(
     jacobian: NetworkJacobian, data: FixedOrderData, x: Inputs, num_outputs: int, chunk_bytes: int
 ) -> Iterator[Inputs]:
     """A batch in parts whose rows of J fit in `chunk_bytes`, or a sentence that names the sizes."""
+    jacobian.prepare(x, data.num_rows(x))
     per_row = jacobian.bytes_per_row(num_outputs)
     if per_row > chunk_bytes:
         raise ValueError(
