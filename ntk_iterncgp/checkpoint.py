@@ -31,7 +31,7 @@ from torch import Tensor
 from ntk_iterncgp import parallel
 from ntk_iterncgp.files import FileError, read_tensors, temporary_prefix, with_tensors, without_tensors, write_tensors
 
-FORMAT, VERSION = "ntk-iterncgp checkpoint", 1
+FORMAT, VERSION = "ntk-iterncgp checkpoint", 2
 SAVING_SHARE = 0.1  # of the time, at most
 MAX_TEXT, MAX_NAMED = 60, 5  # in a sentence about what differs
 

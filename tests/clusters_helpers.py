@@ -111,7 +111,7 @@ class Stream(IterableDataset):
 
 # --- digits -------------------------------------------------------------------------------------------------------
 
-HIDDEN, TRAINING = 16, 800
+TRAINING = 800
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +142,7 @@ class Digits:
 
 
 @cache
-def digits(seed: int) -> Digits:
+def digits(seed: int, hidden: int = 16, activation: type[nn.Module] = nn.ReLU) -> Digits:
     images, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
     generator = torch.Generator().manual_seed(seed)
@@ -150,7 +150,7 @@ def digits(seed: int) -> Digits:
     train, new = order[:TRAINING], order[TRAINING : TRAINING + 100]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(64, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 10))
+        model = nn.Sequential(nn.Linear(64, hidden), activation(), nn.Linear(hidden, 10))
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     for _ in range(15):
         for rows in train.split(64):
@@ -169,12 +169,12 @@ def digits(seed: int) -> Digits:
 
 
 def _mlp_jacobian(model: nn.Module, x: Tensor) -> Tensor:  # (b, C, P)
-    """Of one hidden layer with ReLU, by the chain rule."""
-    first, _, last = model
-    pre = first(x)
-    features, active = pre.relu(), (pre > 0).double()
+    """Of one hidden layer with ReLU or tanh, by the chain rule."""
+    first, activation, last = model
+    features = activation(first(x))
+    slope = 1 - features.square() if isinstance(activation, nn.Tanh) else (features > 0).double()
     C = len(last.weight)
-    hidden = last.weight * active[:, None]  # (b, C, H)
+    hidden = last.weight * slope[:, None]  # (b, C, H)
     eye = torch.eye(C, dtype=torch.float64).expand(len(x), C, C)
     last_weight = eye[..., None] * features[:, None, None]  # (b, C, C, H)
     return torch.cat([(hidden[..., None] * x[:, None, None]).flatten(2), hidden, last_weight.flatten(2), eye], 2)

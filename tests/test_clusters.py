@@ -8,9 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.func import functional_call, jacrev, vmap
 
-from ntk_iterncgp.network import grouping, independence
+from ntk_iterncgp.likelihoods import Softmax
+from ntk_iterncgp.network import grouping, independence, passes
+from ntk_iterncgp.network.clusters import Clusters
 from ntk_iterncgp.network.grouping import group, groups_for
 from ntk_iterncgp.network.independence import independent_columns
 from ntk_iterncgp.network.reading import unfolded
@@ -135,11 +138,12 @@ def test_confident_networks_lose_nothing_to_tiny_probabilities() -> None:
 SHARES = {20: 0.60, 50: 0.68, 100: 0.76, 500: 0.88}
 
 
-def test_few_actions_get_most_of_the_exact_contraction_on_digits() -> None:
+@pytest.mark.parametrize(("hidden", "activation"), [(16, nn.ReLU), (32, nn.Tanh)], ids=["ReLU", "tanh"])
+def test_few_actions_get_most_of_the_exact_contraction_on_digits(hidden: int, activation: type[nn.Module]) -> None:
     """The mean of five networks; about one epoch, whatever the number of actions."""
     shares = {B: 0.0 for B in SHARES}
     for seed in range(5):
-        net = digits(seed)
+        net = digits(seed, hidden, activation)
         for B in SHARES:
             la = net.laplace(num_actions=B)
             la.fit(net.loader())
@@ -162,7 +166,7 @@ def test_combinations_of_many_groups_say_more_than_as_many_groups(dtype: torch.d
     many.fit(net.loader(dtype))
     assert few.posterior.rank == many.posterior.rank == 6 * cotangents
     groups = many._fit.progress.clusters
-    assert groups.passes[0].num_groups == 24
+    assert groups.passes[0].num_groups == 48
     close(many.posterior.noise_gram, torch.eye(6 * cotangents, dtype=torch.float64), 1e-9)
     all_groups = replace(groups, passes=[replace(groups.passes[0], num_kept=None)], latest=None)
     whole = unfolded(many.posterior, all_groups)
@@ -181,7 +185,7 @@ def test_combinations_of_many_groups_say_more_than_as_many_groups(dtype: torch.d
 
 
 def test_how_many_groups_there_are_depends_on_data_and_memory() -> None:
-    assert groups_for(20, 10**6, 1000) == 80
+    assert groups_for(20, 10**6, 1000) == 160
     assert groups_for(200, 10**6, 1000) == 384
     assert groups_for(1000, 10**6, 1000) == 1000
     assert groups_for(20, 50, 1000) == 50
@@ -191,7 +195,7 @@ def test_how_many_groups_there_are_depends_on_data_and_memory() -> None:
 
 def test_a_budget_for_a_part_of_the_pass_gets_as_many_groups_as_actions() -> None:
     net = make_net(6, num_data=60)
-    for max_epochs, groups in ((1.0, 6), (4 / 3, 24), (None, 24)):
+    for max_epochs, groups in ((1.0, 6), (4 / 3, 48), (None, 48)):
         la = net.laplace(num_actions=6, max_epochs=max_epochs)
         la.fit(net.loader())
         assert la._fit.progress.clusters.passes[0].num_groups == groups and la.report_.rank <= 6
@@ -303,6 +307,66 @@ def test_the_estimated_trace_is_unbiased(monkeypatch: pytest.MonkeyPatch, in_ord
 
 
 # The parts
+
+
+@pytest.mark.parametrize("cotangents", [1, 2])
+@pytest.mark.parametrize("in_order", [False, True], ids=["visited", "in order"])
+def test_images_and_noise_are_those_of_the_directions_where_data_are_in_several_groups(
+    cotangents: int, in_order: bool
+) -> None:
+    """A = JᵀWU and R = UᵀWU with U written out, between all groups of all passes."""
+    net = make_net(4, num_data=40, num_outputs=5)
+    la, loader = net.laplace(num_actions=3, cotangents=cotangents), net.loader()
+    loader = list(loader) if in_order else loader
+    la.fit(loader)
+    la.refine(loader, epochs=(1 + 2 * cotangents) / 3)
+    clusters = la._fit.progress.clusters
+    assert len(clusters.passes) == 2
+    first = clusters.passes[0]
+    in_groups = {(int(row), int(place)) for row, place in zip(first.rows, first.labels, strict=True)}
+    assert (len({row for row, _ in in_groups}) < len(in_groups)) == (cotangents == 1)
+    columns = []
+    for done in clusters.passes:
+        for u in done.directions:
+            U = torch.zeros(40, 5, done.num_groups, dtype=torch.float64)
+            for row, place, direction in zip(done.rows.tolist(), done.labels.tolist(), u, strict=True):
+                U[row, :, place] += direction
+            columns.append(U.flatten(0, 1))
+    U, W = torch.cat(columns, 1), net.curvature()
+    close(clusters.noise_gram(), U.T @ W @ U, 1e-9)
+    close(clusters.group_images(), dense_jacobian(net.model, net.x).flatten(0, 1).T @ W @ U, 1e-9)
+
+
+@pytest.mark.parametrize("scale", [0.1, 3.0, 30.0])
+def test_directions_are_orthogonal_in_the_curvature_and_their_parts_of_it_add_up(scale: float) -> None:
+    latent = scale * torch.randn(20, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    likelihood = Softmax(6).for_prior_variance(1e20)
+    clusters = Clusters(likelihood, latent, torch.zeros(20), latent.float(), torch.Generator())
+    U = torch.stack([likelihood.cotangent(latent, j) for j in range(5)], 2)
+    gram = U.mT @ likelihood.curvature(latent, U)
+    size = gram.diagonal(dim1=1, dim2=2).sqrt()
+    assert float((gram / size[:, None] / size[..., None] - torch.eye(5)).abs().max()) < 1e-6
+    parts = torch.stack([clusters.along(U[..., j]) for j in range(5)])
+    close(parts.sum(0), clusters.weights(), 1e-9)
+
+
+def test_directions_go_where_the_curvature_is() -> None:
+    """As many as there are undecided data; an undecided one may have several, another none."""
+    along = torch.tensor([[0.5, 0.4, 0.3], [0.6, 0.1, 0.0], [0.2, 0.1, 0.1], [0.15, 0.1, 0.01]])
+    rows, directions = grouping.most_curved(along, along.sum(1))
+    assert list(zip(rows.tolist(), directions.tolist(), strict=True)) == [(0, 0), (0, 1), (0, 2), (1, 0)]
+    decided = torch.cat([along[:2], 1e-6 * along[2:].repeat(4, 1)])
+    rows, directions = grouping.most_curved(decided, decided.sum(1))
+    assert list(zip(rows.tolist(), directions.tolist(), strict=True)) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
+    rows, directions = grouping.most_curved(torch.ones(5, 3), torch.full((5,), 3.0))
+    assert rows.tolist() == list(range(5)) and directions.tolist() == [0] * 5
+
+
+def test_the_same_datum_is_found_in_two_lists_as_often_as_it_is_there() -> None:
+    left, right = torch.tensor([0, 2, 2, 5, 7]), torch.tensor([1, 2, 2, 2, 5, 8])
+    i, j = passes.same_datum(left, right)
+    expected = [(a, b) for a in range(5) for b in range(6) if left[a] == right[b]]
+    assert list(zip(i.tolist(), j.tolist(), strict=True)) == expected
 
 
 def test_grouping_is_a_partition_without_gaps_largest_weight_first() -> None:

@@ -95,7 +95,7 @@ class Likelihood(ABC):
     def cotangent(self, latent: Tensor, index: int) -> Tensor:  # (N, C) -> (N, C)
         """The direction in which each datum is looked at in the `index`-th pass over the data, index < curvature_rank.
 
-        Together they span the range of W; the first says the most.
+        Together they span the range of W, uᵀWu' = 0 between any two; the first says the most.
         """
         unit = torch.zeros_like(latent)
         unit[:, index] = 1

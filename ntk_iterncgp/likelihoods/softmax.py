@@ -74,9 +74,15 @@ class Softmax(Likelihood):
         return (below - column * at) / torch.sqrt(column * (column + 1))
 
     def cotangent(self, latent: Tensor, index: int) -> Tensor:
-        """The likeliest class against the next, then against the third, and so on."""
-        ranked = latent.topk(index + 2, 1).indices
-        contrast = torch.zeros_like(latent).scatter_(1, ranked[:, :1], 1)
+        """The likeliest class against the next, then both against the third, and so on.
+
+        u = (π_k / Σ_{i<k} π_i) on the likelier classes, −1 on the k-th, hence Wu = π_k (their probabilities among
+        themselves, −1): a split of one side of an earlier contrast is orthogonal to it in the metric of W.
+        """
+        probabilities = self._probabilities(latent)
+        top, ranked = probabilities.topk(index + 2, 1)
+        ratio = top[:, -1:] / top[:, :-1].sum(1, keepdim=True)
+        contrast = torch.zeros_like(latent).scatter_(1, ranked[:, :-1], ratio.expand(-1, index + 1))
         return contrast.scatter_(1, ranked[:, -1:], -1)
 
     def response(self, latent: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ntk_iterncgp import parallel
 from ntk_iterncgp.data import Inputs
 from ntk_iterncgp.memory import available_bytes, mebibytes, require_memory
-from ntk_iterncgp.network.grouping import MAX_FEATURES, groups_for
+from ntk_iterncgp.network.grouping import DIRECTIONS_EACH, MAX_FEATURES, groups_for
 from ntk_iterncgp.network.linearised import PRODUCT_EPOCHS, Budget, LinearisedNetwork, NetworkFit, NetworkSettings
 from ntk_iterncgp.priors.jacobian import JVP_COLUMNS, Jacobian, NetworkJacobian
 
@@ -72,6 +72,7 @@ def estimate_cost(network: LinearisedNetwork, settings: NetworkSettings, *, time
         actions = min(actions, num_data) * settings.cotangents
         epochs = 1 / 3 + (1 + 2 * settings.cotangents) / 3
         per_datum = 8 * num_outputs * (3 + 3 * settings.cotangents) + 2 * 4 * (MAX_FEATURES + num_outputs)
+        per_datum += 3 * 8 * (DIRECTIONS_EACH + 1)  # curvature along each direction, in two orders
         of_actions = 0
     else:
         epochs = 1 / 3 + PRODUCT_EPOCHS * actions

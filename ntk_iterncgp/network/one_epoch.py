@@ -209,11 +209,11 @@ class Spending:
             clusters.passes[-1] = replace(last, **copies)
         else:
             like = torch.empty(0, dtype=network.jacobian.dtype, device=network.jacobian.device)
-            directions = clusters.directions(self.settings.cotangents)
-            after, limit = self.progress.epochs + (1 + 2 * len(directions)) / 3, self.turn.max_epochs
+            number = self.settings.cotangents
+            after, limit = self.progress.epochs + (1 + 2 * number) / 3, self.turn.max_epochs
             is_whole = self.budget.seconds is None and (limit is None or after <= limit + 1e-9)
             target = clusters.new_pass(
-                directions, self.settings.num_actions, like, network.jacobian.num_params, is_whole=is_whole
+                number, self.settings.num_actions, like, network.jacobian.num_params, is_whole=is_whole
             )
             clusters.passes.append(target)
         self.turn.missing = int((~clusters.passes[-1].swept).sum())
@@ -223,7 +223,7 @@ class Spending:
         """Whether the pass was finished."""
         progress, turn, network = self.progress, self.turn, self.network
         missing = turn.missing or 0
-        per_datum = (1 + 2 * len(target.directions)) / 3 / len(target.labels)
+        per_datum = (1 + 2 * len(target.directions)) / 3 / len(progress.clusters.outputs)
         processes = parallel.num_processes()
         # On the way only one process can read: the images of several are not summed before the end.
         has_readings = len(progress.clusters.passes) == 1 and processes == 1

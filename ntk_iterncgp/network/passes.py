@@ -16,16 +16,18 @@ PADDING = 8
 
 @dataclass(eq=False)
 class Pass:
-    """One partition of the data, with q directions for each datum: q·B actions. Filled in place while data are swept.
+    """Groups of data, with q directions for each: q·B actions. Filled in place while data are swept.
 
+    A datum may be in it several times, each time with another direction and maybe in another group, or not at all.
     The directions are scaled so that each action has unit noise, sᵀW⁺s = 1: a group of decided data then does not
     vanish beside the others in rounding.
     """
 
-    labels: Tensor  # the group of each datum (N,)
-    directions: Tensor  # u (q, N, C), float64
+    rows: Tensor  # which data these are, in ascending order (m,)
+    labels: Tensor  # the group of each (m,)
+    directions: Tensor  # u (q, m, C), float64
     images: Tensor  # A (q·B, P)
-    swept: Tensor  # which data are in A already (N,)
+    swept: Tensor  # which are in A already (m,)
     checksums: Tensor  # A h for a fixed h, summed on the way (q·B,), float64: what A is compared with in the end
     by_group: bool = False  # the data are visited group by group
     num_kept: int | None = None  # how many combinations of the groups' actions are kept; None: each of them by itself
@@ -41,26 +43,35 @@ class Pass:
     def is_complete(self) -> bool:
         return bool(self.swept.all())
 
-    def counted(self) -> Tensor:  # (N,)
-        """Which data are in the posterior. Where they come group by group, those of whole groups: an unfinished sum may
-        say more about some input than the finished one, and the variance shall only fall."""
+    def counted(self) -> Tensor:  # (m,)
+        """Which are in the posterior. Where they come group by group, those of whole groups: an unfinished sum may say
+        more about some input than the finished one, and the variance shall only fall."""
         if not self.by_group:
             return self.swept
         unfinished = torch.zeros(self.num_groups, dtype=torch.bool, device=self.swept.device)
         unfinished[self.labels[~self.swept]] = True
         return ~unfinished[self.labels]
 
-    def add(self, rows: Tensor, gradients: Tensor, h: Tensor) -> None:
-        """Put the gradients of some data, (r, q, P), or (q, P) summed over one group, where they belong."""
+    def add(self, items: Tensor, gradients: Tensor, h: Tensor) -> None:
+        """Put the gradients of some of them, (r, q, P), or (q, P) summed over one group, where they belong."""
         images = self.images.view(len(self.directions), self.num_groups, -1)
         checksums = self.checksums.view(len(self.directions), -1)
         if gradients.ndim == 2:
-            images[:, self.labels[rows[0]]] += gradients
-            checksums[:, self.labels[rows[0]]] += gradients @ h
+            images[:, self.labels[items[0]]] += gradients
+            checksums[:, self.labels[items[0]]] += gradients @ h
         else:
-            images.index_add_(1, self.labels[rows], gradients.transpose(0, 1))
-            checksums.index_add_(1, self.labels[rows], (gradients @ h).T.double())
-        self.swept[rows] = True
+            images.index_add_(1, self.labels[items], gradients.transpose(0, 1))
+            checksums.index_add_(1, self.labels[items], (gradients @ h).T.double())
+        self.swept[items] = True
+
+
+def same_datum(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:  # (m,), (m',) -> (k,), (k,)
+    """All pairs of places at which two ascending lists of rows have the same datum."""
+    first, last = torch.searchsorted(right, left), torch.searchsorted(right, left, right=True)
+    times = last - first
+    i = torch.arange(len(left), device=left.device).repeat_interleave(times)
+    within = torch.arange(len(i), device=left.device) - (times.cumsum(0) - times)[i]
+    return i, first[i] + within
 
 
 def checksum_vector(images: Tensor) -> Tensor:  # (q·B, P) -> (P,)
@@ -70,26 +81,26 @@ def checksum_vector(images: Tensor) -> Tensor:  # (q·B, P) -> (P,)
 
 
 def group_batches(labels: Tensor, missing: Tensor, batch_size: int) -> list[Tensor]:
-    """The rows that are missing, group by group: a group in as few batches as it takes, of nearly the same size."""
-    rows = missing.nonzero()[:, 0]
-    rows = rows[labels[rows].argsort(stable=True)]
-    sizes = torch.bincount(labels[rows]).tolist() if len(rows) else []
-    groups = [whole for whole in rows.split(sizes) if len(whole)]
+    """The items that are missing, group by group: a group in as few batches as it takes, of nearly the same size."""
+    items = missing.nonzero()[:, 0]
+    items = items[labels[items].argsort(stable=True)]
+    sizes = torch.bincount(labels[items]).tolist() if len(items) else []
+    groups = [whole for whole in items.split(sizes) if len(whole)]
     return [part for whole in groups for part in whole.tensor_split(-(-len(whole) // batch_size))]
 
 
-def padded(rows: Tensor, batch_size: int) -> Tensor:
+def padded(items: Tensor, batch_size: int) -> Tensor:
     """Filled up with copies to a multiple of `PADDING`: convolutions are prepared anew for every size of a batch."""
-    size = max(len(rows), min(batch_size, -(-len(rows) // PADDING) * PADDING))
-    return torch.cat([rows, rows[:1].expand(size - len(rows))])
+    size = max(len(items), min(batch_size, -(-len(items) // PADDING) * PADDING))
+    return torch.cat([items, items[:1].expand(size - len(items))])
 
 
-def missing_rows(data: FixedOrderData, swept: Tensor) -> Iterator[tuple[Tensor, Inputs]]:
-    """The rows not swept yet, in the order in which they come."""
+def missing_items(data: FixedOrderData, rows: Tensor, swept: Tensor) -> Iterator[tuple[Tensor, Inputs]]:
+    """Those not swept yet, with their inputs, in the order in which the data come."""
     start = 0
     for x, _ in data.batches():
         size = data.num_rows(x)
-        here = (~swept[start : start + size]).nonzero()[:, 0]
+        here = ((rows >= start) & (rows < start + size) & ~swept).nonzero()[:, 0]
         if len(here):
-            yield start + here, slice_rows(x, here, size)
+            yield here, slice_rows(x, rows[here] - start, size)
         start += size

@@ -122,15 +122,19 @@ def seen_batches(call: Call, device: torch.device) -> list[tuple[Tensor, ...]]:
 def _pass(saved: Mapping[str, Any], network: LinearisedNetwork, shape: tuple[int, int]) -> Pass:
     device, dtype = network.jacobian.device, network.jacobian.dtype
     moved: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in saved.items()}
-    done = Pass(**moved)
     N, C = shape
-    _checked(done.labels, "labels", torch.int64, device, N)
-    _checked(done.swept, "swept", torch.bool, device, N)
-    _checked(done.directions, "directions", torch.float64, device, len(done.directions), N, C)
+    done = Pass(**{"rows": torch.arange(N, device=device), **moved})  # before version 2 a pass had all data, each once
+    m = len(done.rows)
+    _checked(done.rows, "rows", torch.int64, device, m)
+    _checked(done.labels, "labels", torch.int64, device, m)
+    _checked(done.swept, "swept", torch.bool, device, m)
+    _checked(done.directions, "directions", torch.float64, device, len(done.directions), m, C)
     _checked(done.images, "images", dtype, device, len(done.images), network.jacobian.num_params)
     _checked(done.checksums, "checksums", torch.float64, device, len(done.images))
     if not bool(((done.labels >= 0) & (done.labels < done.num_groups)).all()):
         raise ValueError("a group that does not exist")
+    if not bool(((done.rows >= 0) & (done.rows < N)).all() & (done.rows.diff() >= 0).all()):
+        raise ValueError("data that do not exist, or in another order")
     if type(done.by_group) is not bool or not (done.num_kept is None or _is_count(done.num_kept, least=1)):
         raise ValueError("actions that cannot be kept")
     return done

@@ -118,9 +118,8 @@ def _has_unit_noise(clusters: Clusters, done: Pass) -> bool:
     """Or no direction at all, for a group that the data say nothing about. Of decided data W is known to eps alone."""
     eps = torch.finfo(torch.float64).eps
     for u in done.directions:
-        sums = torch.zeros(2, done.num_groups, dtype=torch.float64, device=u.device)
-        per_datum = torch.stack([(u * clusters.curvature(u)).sum(1), u.square().sum(1)])
-        noise, length = sums.index_add_(1, done.labels, per_datum)
+        noise = clusters.group_noise(done, u)
+        length = torch.zeros_like(noise).index_add_(0, done.labels, u.square().sum(1))
         if not bool((((noise - 1).abs() <= 1e-6 + 16 * eps * length) | (length == 0)).all()):
             return False
     return True
@@ -147,12 +146,14 @@ def _noise_is_right(clusters: Clusters) -> bool:
     z = _signs([done.checksums[: done.num_groups] for done, _ in parts])
     if not parts:
         return True
-    v = torch.stack([part[done.labels, None] * u for part, (done, u) in zip(z, parts, strict=True)]).sum(0)
+    v = torch.zeros_like(clusters.outputs)
+    for part, (done, u) in zip(z, parts, strict=True):
+        v.index_add_(0, done.rows, part[done.labels, None] * u)
     curved, length, eps = clusters.curvature(v), torch.linalg.vector_norm(v, dim=1), torch.finfo(torch.float64).eps
     for i, (done, u) in enumerate(parts):
         sums = torch.zeros(2, done.num_groups, dtype=torch.float64, device=v.device)
-        per_datum = torch.stack([(u * curved).sum(1), torch.linalg.vector_norm(u, dim=1) * length])
-        direct, size = sums.index_add_(1, done.labels, per_datum)
+        each = torch.stack([(u * curved[done.rows]).sum(1), torch.linalg.vector_norm(u, dim=1) * length[done.rows]])
+        direct, size = sums.index_add_(1, done.labels, each)
         off = direct - _row_of_blocks(clusters.noise_blocks, i, z)
         if not bool((off.abs() <= 1e-9 * sum(map(len, z)) + 16 * eps * size).all()):
             return False
@@ -186,17 +187,17 @@ def _visit(
     generator = torch.Generator().manual_seed(len(clusters.passes))
     groups = _some_groups(latest, max(ROWS, int(GROUP_SHARE * num_data)), generator).to(device)
     few = torch.randint(num_data, (max(MIN_DATA, -(-ROWS // num_outputs)),), generator=generator).to(device)
-    chosen = torch.isin(latest.labels, groups)
-    rows = torch.cat([few, chosen.nonzero()[:, 0]]).unique()
+    rows = torch.cat([few, latest.rows[torch.isin(latest.labels, groups)]]).unique()
     sums = latest.images.new_zeros(len(latest.directions), len(groups), jacobian.num_params)
     error, at_once = 0.0, max(1, settings.chunk_bytes // jacobian.bytes_per_row(num_outputs))
     with torch.no_grad():
         for part, x in network.data.pick(rows, num_data, num_data):
             error = max(error, float((jacobian.forward(x).double() - clusters.outputs[part]).abs().max()))
             for g, group in enumerate(groups.tolist()):
-                here = (latest.labels[part] == group).nonzero()[:, 0]
-                if len(here):
-                    curved = [clusters.curvature(u[part[here]], part[here]) for u in latest.directions]
+                items = ((latest.labels == group) & torch.isin(latest.rows, part)).nonzero()[:, 0]
+                if len(items):
+                    here = torch.searchsorted(part, latest.rows[items])
+                    curved = [clusters.curvature(u[items], latest.rows[items]) for u in latest.directions]
                     cotangents = torch.stack(curved, 2).to(jacobian.dtype)
                     sums[:, g] += jacobian.vjp(slice_rows(x, here, len(part)), cotangents).T
             here = torch.isin(part, few).nonzero()[:, 0][:at_once]
