@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ntk_iterncgp import kernels
 from ntk_iterncgp.config import ConfigError
-from ntk_iterncgp.reproduce import gmm, main, mnist, poisson, svgp
+from ntk_iterncgp.reproduce import contenders, gmm, main, mnist, poisson, svgp
 from ntk_iterncgp.reproduce.contenders import best_settings, svgps
 from ntk_iterncgp.reproduce.outcome import Claim, Outcome
 from ntk_iterncgp.reproduce.quadratic import quadratic_forms
@@ -298,6 +298,23 @@ def test_svgp_gets_the_full_time_for_the_best_settings_of_shorter_heats(monkeypa
     asked.clear()
     assert svgps(None, kernel, chosen, 8.0, 1, 1)[0] == chosen  # type: ignore[arg-type]
     assert asked == [(100, 0.1, 8.0)]  # another seed: no heats again
+
+
+def test_a_heat_whose_one_step_took_the_full_time_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, float]] = []
+
+    def race(classes: Any, kernel: Any, inducing: int, rate: float, seconds: float, seed: int) -> Clock:
+        asked.append((inducing, seconds))
+        row = {f"{d}_{k}": 1.0 for d in ("test", "train") for k in ("nll", "accuracy", "ece")}
+        took = max(seconds, inducing / 100)  # for its one step at least
+        return Clock(str(inducing), "svgp", Classes(*[torch.zeros(1, 1)] * 4, 2, 1), [row], took)
+
+    monkeypatch.setattr(svgp, "race", race)
+    grid = [(799, 0.1), (800, 0.1), (900, 0.1)]
+    monkeypatch.setattr(contenders, "best_settings", lambda heats, grid, number: grid[:2])
+    _, clocks, heats = svgps(None, kernels.Matern32(), grid, 8.0, 0, 2)  # type: ignore[arg-type]
+    assert asked == [(799, 1.0), (800, 1.0), (900, 1.0), (799, 8.0)]
+    assert clocks[1] is heats[1] and [clock.method for clock in clocks] == ["799", "800"]
 
 
 def test_a_slow_subset_is_left_out_at_equal_time_and_named() -> None:
