@@ -347,5 +347,4 @@ class NonConjugateGP:
 
     def _parts(self, x: Tensor, extra: int = 0, *, marginal: bool = False) -> Iterator[Tensor]:
         """x in parts whose work fits in `chunk_bytes`; one empty part for no inputs."""
-        each = self.posterior_.bytes_per_input(marginal=marginal) + extra
-        return iter(torch.split(x, max(1, self.chunk_bytes // each)))
+        return iter(x.split(max(1, self.chunk_bytes // (self.posterior_.bytes_per_input(marginal=marginal) + extra))))
