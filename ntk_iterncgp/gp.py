@@ -285,11 +285,14 @@ class NonConjugateGP:
         check_link(link)
         n_samples = whole_number("n_samples", n_samples, at_least=1)
         posterior, x = self.posterior_, self._checked_inputs(x, "x", new=True)
+        if link == "probit":  # which asks for no covariances between outputs
+            marginals = (posterior.marginals(part) for part in self._parts(x, marginal=True))
+            return torch.cat([self.likelihood.expected_response(*moments) for moments in marginals]).to(x.dtype)
         parts = [
             expected_response(
                 self.likelihood, *posterior.latent(part), link=link, num_samples=n_samples, generator=self._generator(x)
             )
-            for part in self._parts(x, extra=0 if link == "probit" else 16 * n_samples * self.likelihood.num_outputs)
+            for part in self._parts(x, extra=16 * n_samples * self.likelihood.num_outputs)
         ]
         return torch.cat(parts).to(x.dtype)
 
@@ -342,6 +345,6 @@ class NonConjugateGP:
         """The same draws for every part of the inputs, so that how they are divided does not matter."""
         return torch.Generator(device=x.device).manual_seed(self.seed)
 
-    def _parts(self, x: Tensor, extra: int = 0) -> Iterator[Tensor]:
+    def _parts(self, x: Tensor, extra: int = 0, *, marginal: bool = False) -> Iterator[Tensor]:
         """x in parts whose work fits in `chunk_bytes`; one empty part for no inputs."""
-        return iter(torch.split(x, max(1, self.chunk_bytes // (self.posterior_.bytes_per_input() + extra))))
+        return iter(x.split(max(1, self.chunk_bytes // (self.posterior_.bytes_per_input(marginal=marginal) + extra))))

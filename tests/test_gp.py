@@ -766,6 +766,15 @@ def test_the_blocks_of_the_joint_covariance_are_the_marginal_ones(actions: str) 
     assert (blocks[0, :, 1].abs() > 1e-3).any()  # inputs are correlated
 
 
+@pytest.mark.parametrize("actions", ["joint", "kronecker"])
+def test_the_probit_link_is_that_of_the_latent_moments(actions: str) -> None:
+    gp = classifier(actions=actions, max_products=4).fit(X, y)
+    mean, covariance = gp.latent(x)
+    variance = covariance.diagonal(dim1=1, dim2=2)
+    assert float((variance.amax(1) / variance.amin(1)).max()) > 1.01  # or exchanged classes would not be seen
+    close(gp.predict(x), gp.likelihood.expected_response(mean, variance))
+
+
 def test_samples_have_the_posterior_mean_and_covariance() -> None:
     gp = classifier().fit(X, y)
     mean, covariance = gp.latent(x[:3], joint=True)
@@ -787,7 +796,8 @@ def test_samples_are_reproduced_by_a_generator() -> None:
 def test_memory_given_for_chunks_changes_no_prediction(link: str, actions: str) -> None:
     roomy = classifier(chunk_bytes=2**26, actions=actions, max_products=4).fit(X, y)
     tight = classifier(chunk_bytes=2000, actions=actions, max_products=4).fit(X, y)
-    assert len(list(tight._parts(x))) > 1 and len(list(roomy._parts(x))) == 1  # otherwise this test says nothing
+    for marginal in (False, True):  # otherwise this test says nothing
+        assert len(list(tight._parts(x, marginal=marginal))) > 1 and len(list(roomy._parts(x, marginal=marginal))) == 1
     close(tight.predict(x, link=link), roomy.predict(x, link=link), atol=1e-6)  # fitted apart, equal to convergence
     for mine, other in zip(tight.latent(x), roomy.latent(x), strict=True):
         close(mine, other, atol=1e-6)

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ntk_iterncgp import kernels
 from ntk_iterncgp.config import ConfigError
-from ntk_iterncgp.reproduce import gmm, main, mnist, poisson, svgp
+from ntk_iterncgp.reproduce import contenders, gmm, main, mnist, poisson, svgp
 from ntk_iterncgp.reproduce.contenders import best_settings, svgps
 from ntk_iterncgp.reproduce.outcome import Claim, Outcome
+from ntk_iterncgp.reproduce.quadratic import quadratic_forms
 from ntk_iterncgp.reproduce.race import Classes, Clock
 from ntk_iterncgp.reproduce.race_claims import claims
 from ntk_iterncgp.reproduce.subset import newton_steps
@@ -153,6 +154,26 @@ def test_the_subset_of_data_is_the_exact_laplace_approximation() -> None:
     torch.testing.assert_close(variance.flatten(), exact.diagonal(), rtol=1e-6, atol=1e-7)
 
 
+def test_the_first_step_of_a_subset_has_one_projection_for_all_classes_and_the_next_one_for_each() -> None:
+    classes = gmm.draw(gmm.GmmSettings(num_train=60, num_test=5), 0)
+    kernel = kernels.Matern32(lengthscale=0.5, outputscale=4.0)
+    first, second, *_ = newton_steps(kernel, classes.train_inputs, classes.train_labels, 10, tolerance=0.0)
+    assert [len({id(E) for E in step.projections}) for step in (first, second)] == [1, 10]
+    _, variance = first.predict(classes.test_inputs)
+    # At f = 0 W = (I − 11ᵀ/C)/C: in the span of a contrast the noise is C, and the mean over classes is not observed.
+    K, cross = (kernel(classes.train_inputs.double(), z.double()) for z in (classes.train_inputs, classes.test_inputs))
+    removed = (cross * torch.linalg.solve(K + 10 * torch.eye(60, dtype=torch.float64), cross)).sum(0)
+    torch.testing.assert_close(variance, (4.0 - 0.9 * removed)[:, None].expand(-1, 10), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 8, 9, 33])
+def test_quadratic_forms_are_those_of_the_whole_matrix(size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    root = torch.randn(size, size, generator=generator, dtype=torch.float64)
+    x = torch.randn(size, 5, generator=generator, dtype=torch.float64)
+    torch.testing.assert_close(quadratic_forms(root + root.T, x), (x * ((root + root.T) @ x)).sum(0))
+
+
 # --- the mixture ------------------------------------------------------------------------------------------------------
 
 
@@ -202,6 +223,26 @@ def test_svgp_has_the_same_kernel_fixed_and_the_papers_inducing_points() -> None
     inducing = next(p for name, p in learned.items() if "inducing_points" in name)
     assert inducing.shape == (10, 10, 3)  # U/C for each class, each one of the training data
     assert torch.cdist(inducing.detach().flatten(0, 1), classes.train_inputs).min(1).values.max() < 1e-3
+
+
+def test_svgp_is_scored_by_what_gpytorchs_model_answers() -> None:
+    classes = gmm.draw(gmm.GmmSettings(num_train=200, num_test=30), 0)
+    gpytorch = svgp.require_gpytorch()
+    torch.manual_seed(0)
+    model, likelihood = svgp._model(gpytorch, classes, kernels.Matern32(lengthscale=0.3, outputscale=0.7), 100)
+    objective = gpytorch.mlls.VariationalELBO(likelihood, model, num_data=200)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for _ in range(5):  # the last step is one that the model has not seen when it is asked
+        optimizer.zero_grad()
+        (-objective(model(classes.train_inputs), classes.train_labels)).backward()
+        optimizer.step()
+    mean, variance = svgp._predict(gpytorch, model)(classes.test_inputs)
+    assert model.training  # it goes on
+    with torch.no_grad():
+        answer = model.eval()(classes.test_inputs)
+    assert variance.std() > 0.01 and mean.std() > 0.01
+    torch.testing.assert_close(mean, answer.mean.double(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(variance, answer.variance.double(), rtol=1e-4, atol=1e-5)
 
 
 def test_an_svgp_that_diverges_keeps_its_last_scores_or_those_of_the_prior() -> None:
@@ -257,6 +298,23 @@ def test_svgp_gets_the_full_time_for_the_best_settings_of_shorter_heats(monkeypa
     asked.clear()
     assert svgps(None, kernel, chosen, 8.0, 1, 1)[0] == chosen  # type: ignore[arg-type]
     assert asked == [(100, 0.1, 8.0)]  # another seed: no heats again
+
+
+def test_a_heat_whose_one_step_took_the_full_time_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, float]] = []
+
+    def race(classes: Any, kernel: Any, inducing: int, rate: float, seconds: float, seed: int) -> Clock:
+        asked.append((inducing, seconds))
+        row = {f"{d}_{k}": 1.0 for d in ("test", "train") for k in ("nll", "accuracy", "ece")}
+        took = max(seconds, inducing / 100)  # for its one step at least
+        return Clock(str(inducing), "svgp", Classes(*[torch.zeros(1, 1)] * 4, 2, 1), [row], took)
+
+    monkeypatch.setattr(svgp, "race", race)
+    grid = [(799, 0.1), (800, 0.1), (900, 0.1)]
+    monkeypatch.setattr(contenders, "best_settings", lambda heats, grid, number: grid[:2])
+    _, clocks, heats = svgps(None, kernels.Matern32(), grid, 8.0, 0, 2)  # type: ignore[arg-type]
+    assert asked == [(799, 1.0), (800, 1.0), (900, 1.0), (799, 8.0)]
+    assert clocks[1] is heats[1] and [clock.method for clock in clocks] == ["799", "800"]
 
 
 def test_a_slow_subset_is_left_out_at_equal_time_and_named() -> None:

@@ -9,9 +9,22 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
+from ntk_iterncgp import kernels
 from ntk_iterncgp.columns import Buffer, DenseColumns
+from ntk_iterncgp.likelihoods import Softmax
 from ntk_iterncgp.posterior import Posterior
-from ntk_iterncgp.solver import RandomSubspace, State, Status, Unit, refine, resolve_policy
+from ntk_iterncgp.priors import GramPrior
+from ntk_iterncgp.solver import (
+    Problem,
+    RandomSubspace,
+    State,
+    Status,
+    Unit,
+    initial_state,
+    newton,
+    refine,
+    resolve_policy,
+)
 from ntk_iterncgp.solver.inner import inner_loop
 from ntk_iterncgp.solver.newton import NewtonOptions
 from ntk_iterncgp.solver.stopping import Stopping
@@ -119,6 +132,36 @@ def test_kronecker_actions_keep_the_guarantee(num_data: int, num_classes: int, s
         assert torch.linalg.eigvalsh(covariance - exact).min() >= -1e-8
         assert torch.linalg.eigvalsh(previous - covariance).min() >= -1e-8
         previous = covariance
+        mean, variance = Posterior(state).marginals(case.new_inputs)
+        assert (variance.flatten() - exact.diagonal()).min() >= -1e-8
+        torch.testing.assert_close(variance.flatten(), covariance.diagonal(), rtol=0, atol=1e-9)
+        torch.testing.assert_close(mean, Posterior(state).latent(case.new_inputs)[0], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kronecker", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_marginals_are_the_diagonal_of_the_covariance_where_small_matrices_are_nearly_singular(
+    dtype: torch.dtype, kronecker: bool
+) -> None:
+    """A smooth kernel, each datum twice, and variances of 10⁴."""
+    kernel = kernels.RBF(lengthscale=3.0, outputscale=1e4)
+    X = torch.linspace(0, 1, 20, dtype=dtype).repeat(2)[:, None]
+    labels, x = torch.arange(40) % 3, torch.linspace(-0.5, 1.5, 30, dtype=dtype)[:, None]
+    prior = GramPrior([kernel], X, torch.zeros(3))
+    start = initial_state(Problem(prior, Softmax(3), labels), seed=0, capacity=4, kronecker=kronecker)
+    options, stopping = NewtonOptions(), Stopping(30, 5, 6, 0.0)
+    for state in exhaust(newton(start, resolve_policy("curvature_residual"), stopping, options))[0]:
+        (mean, variance), (full_mean, covariance) = Posterior(state).marginals(x), Posterior(state).latent(x)
+        torch.testing.assert_close(mean, full_mean, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(variance, covariance.diagonal(dim1=1, dim2=2), rtol=0, atol=1e-8)
+
+
+def test_without_actions_marginals_are_those_of_the_prior() -> None:
+    case = make_case("softmax", "shared")
+    for kronecker in (False, True):
+        mean, variance = Posterior(case.start(kronecker=kronecker)).marginals(case.new_inputs)
+        torch.testing.assert_close(mean.flatten(), case.mx)
+        torch.testing.assert_close(variance.flatten(), case.Kxx.diagonal())
 
 
 @pytest.mark.parametrize("max_rank", [3, 8, 20])

@@ -61,14 +61,19 @@ def ours(classes: Classes, kernel: Matern32, stopping: Stopping, max_rank: int |
 def svgps(
     classes: Classes, kernel: Matern32, grid: Grid, seconds: float, seed: int, number: int
 ) -> tuple[Grid, list[Clock], list[Clock]]:
-    """The best settings of a grid, each trained for `seconds`, found in heats of an eighth of that; and the heats."""
+    """The best settings of a grid, each trained for `seconds`, found in heats of an eighth of that; and the heats.
 
-    def race(settings: Grid, time: float) -> list[Clock]:
-        return [svgp.race(classes, kernel, inducing, rate, time, seed) for inducing, rate in settings]
+    Every run finishes the step that it is in. Where a single step takes `seconds`, the heat has been the race already:
+    the same seed would take the same step again.
+    """
 
-    heats = race(grid, HEAT * seconds) if len(grid) > number else []
+    def race(setting: tuple[int, float], time: float) -> Clock:
+        return svgp.race(classes, kernel, *setting, time, seed)
+
+    heats = [race(setting, HEAT * seconds) for setting in grid] if len(grid) > number else []
     chosen = best_settings(heats, grid, number) if heats else grid
-    return chosen, race(chosen, seconds), heats
+    raced = {setting: heat for setting, heat in zip(grid, heats, strict=False) if heat.seconds >= seconds}
+    return chosen, [raced.get(setting) or race(setting, seconds) for setting in chosen], heats
 
 
 def best_settings(clocks: Sequence[Clock], grid: Grid, number: int) -> Grid:

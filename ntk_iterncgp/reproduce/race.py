@@ -89,10 +89,8 @@ def marginals(posterior: Posterior) -> Predict:
     """Means and variances in parts whose work fits in memory."""
 
     def predict(x: Tensor) -> tuple[Tensor, Tensor]:
-        parts: list[tuple[Tensor, Tensor]] = []
-        for part in torch.split(x, max(1, CHUNK_BYTES // posterior.bytes_per_input())):
-            mean, covariance = posterior.latent(part)
-            parts.append((mean, covariance.diagonal(dim1=1, dim2=2)))
+        size = max(1, CHUNK_BYTES // posterior.bytes_per_input(marginal=True))
+        parts = [posterior.marginals(part) for part in x.split(size)]
         return torch.cat([mean for mean, _ in parts]), torch.cat([variance for _, variance in parts])
 
     return predict

@@ -26,7 +26,7 @@ EXPERIMENTS = {
     "policies": "which data the first iterations look at; seconds",
     "compression": "what a recycled belief keeps at rank 0, 1, 3 and 10; seconds",
     "poisson": "how to divide 100 iterations among Newton steps; minutes",
-    "gmm": "ten Gaussians, against subsets of the data and SVGP; an hour, minutes with --quick --n 10000",
+    "gmm": "ten Gaussians, against subsets of the data and SVGP; an hour, two minutes with --n 10000",
     "mnist": "MNIST, against SVGP; hours, minutes with --quick --n 2000",
 }
 SHORTHANDS = {"n": "num_train", "seeds": "num_seeds"}

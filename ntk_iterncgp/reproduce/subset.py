@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
 from ntk_iterncgp.kernels import Kernel
+from ntk_iterncgp.reproduce.quadratic import quadratic_forms
 from ntk_iterncgp.reproduce.race import Classes, Clock
 
 MAX_NEWTON_STEPS = 20
@@ -27,23 +29,28 @@ class Laplace:
     kernel: Kernel
     inputs: Tensor  # (M, d)
     weights: Tensor  # a (M, C), with f = K a
-    projections: list[Tensor]  # E_c (M, M)
+    projections: list[Tensor]  # E_c (M, M); one and the same for classes that are alike
     sum_factor: Tensor  # L with LLᵀ = Σ_c E_c
 
     def predict(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Means (b, C) and marginal variances (b, C), Alg. 3.4."""
+        """Means (b, C) and marginal variances (b, C), Alg. 3.4: k(x, x) − kᵀA_c k."""
         means, variances = [], []
         for part in x.double().split(CHUNK):
             cross = self.kernel(self.inputs, part)  # (M, b)
             means.append(cross.T @ self.weights)
-            prior = self.kernel.diagonal(part)
-            columns = []
-            for E in self.projections:
-                b = E @ cross
-                half = torch.linalg.solve_triangular(self.sum_factor, b, upper=False)
-                columns.append(prior - (cross * b).sum(0) + half.square().sum(0))
-            variances.append(torch.stack(columns, 1).clamp_min(0))
+            removed = {key: quadratic_forms(matrix, cross) for key, matrix in self._downdates.items()}
+            columns = torch.stack([removed[id(E)] for E in self.projections], 1)
+            variances.append((self.kernel.diagonal(part)[:, None] - columns).clamp_min(0))
         return torch.cat(means), torch.cat(variances)
+
+    @cached_property
+    def _downdates(self) -> dict[int, Tensor]:
+        """A_c = E_c − E_c(Σ E)⁻¹E_c by the identity of E_c: made once, not solved with for every input."""
+        found = {}
+        for E in {id(E): E for E in self.projections}.values():
+            half = torch.linalg.solve_triangular(self.sum_factor, E, upper=False)
+            found[id(E)] = E - half.T @ half
+        return found
 
 
 def newton_steps(
@@ -55,8 +62,11 @@ def newton_steps(
     eye = torch.eye(len(X), dtype=torch.float64, device=X.device)
     for _ in range(MAX_NEWTON_STEPS):
         p = f.softmax(1)
-        projections = []
+        projections: list[Tensor] = []
         for c in range(num_classes):
+            if c > 0 and torch.equal(p[:, c], p[:, c - 1]):  # all of them at f = 0
+                projections.append(projections[-1])
+                continue
             root = p[:, c].sqrt()
             factor = torch.linalg.cholesky(eye + root[:, None] * K * root)
             projections.append(root[:, None] * torch.cholesky_inverse(factor) * root)

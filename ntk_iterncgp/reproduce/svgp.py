@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ntk_iterncgp.config import ConfigError
 from ntk_iterncgp.kernels import Matern32
+from ntk_iterncgp.reproduce.quadratic import quadratic_forms
 from ntk_iterncgp.reproduce.race import Classes, Clock, Predict
 
 BATCH = 1024
@@ -74,9 +75,9 @@ def race(
                 if clock.pause() >= seconds:
                     break
                 if times and clock.seconds >= times[0]:
-                    clock.score(_predict(model), step=step)
+                    clock.score(_predict(gpytorch, model), step=step)
                     times = [t for t in times if t > clock.seconds]
-        clock.score(_predict(model), step=step)
+        clock.score(_predict(gpytorch, model), step=step)
     except _errors():  # diverged: the last scores stand, or those of the prior if there are none
         if not clock.rows:
             clock.score(lambda x: _prior(x, kernel, classes.num_classes), step=step)
@@ -118,14 +119,34 @@ def _model(gpytorch: Any, classes: Classes, kernel: Matern32, num_inducing: int)
     return model, likelihood.to(X)
 
 
-def _predict(model: Any) -> Predict:
+def _predict(gpytorch: Any, model: Any) -> Predict:
+    """What gpytorch's model answers, by its own kernel, jitter and variational distribution, several times faster.
+
+    It solves with L, K_ZZ = LLᵀ, for every batch of inputs; here L⁻ᵀ(I − S)L⁻¹ and L⁻ᵀm are computed once.
+    """
+    model.eval()  # forgets the distribution that it kept before the last step of Adam
+    strategy = model.variational_strategy.base_variational_strategy
+    psd_safe_cholesky = importlib.import_module("linear_operator.utils.cholesky").psd_safe_cholesky
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        inducing, kernel = strategy.inducing_points, model.covar_module  # (C, U/C, d)
+        values = strategy.variational_distribution  # of L⁻¹u
+        L = psd_safe_cholesky(kernel(inducing).add_jitter(strategy.jitter_val).to_dense().double())
+        weights = torch.linalg.solve_triangular(L.mT, values.mean.double()[..., None], upper=True)[..., 0]
+        less = torch.eye(L.shape[1], dtype=L.dtype, device=L.device) - values.covariance_matrix.double()
+        less = torch.linalg.solve_triangular(L, less, upper=False, left=False)
+        matrices = torch.linalg.solve_triangular(L.mT, less, upper=True)
+    model.train()
+
+    @torch.no_grad()
     def predict(x: Tensor) -> tuple[Tensor, Tensor]:
-        model.eval()
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            parts = [model(part) for part in x.split(BATCH)]
-            result = torch.cat([p.mean for p in parts]).double(), torch.cat([p.variance for p in parts]).double()
-        model.train()
-        return result
+        means, variances = [], []
+        for part in x.split(BATCH):
+            prior = kernel(part, diag=True).double() + strategy.jitter_val
+            crosses = [kernel(points, part).to_dense().double() for points in inducing]  # (U/C, b)
+            means.append(torch.stack([w @ cross for w, cross in zip(weights, crosses, strict=True)], 1))
+            removed = [quadratic_forms(A, cross) for A, cross in zip(matrices, crosses, strict=True)]
+            variances.append(prior[:, None] - torch.stack(removed, 1))
+        return torch.cat(means), torch.cat(variances).clamp_min(gpytorch.settings.min_variance.value(inducing.dtype))
 
     return predict
