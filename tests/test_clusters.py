@@ -12,8 +12,9 @@ from torch import nn
 from torch.func import functional_call, jacrev, vmap
 
 from ntk_iterncgp.likelihoods import Softmax
-from ntk_iterncgp.network import grouping, independence, passes
+from ntk_iterncgp.network import directions, grouping, independence, passes
 from ntk_iterncgp.network.clusters import Clusters
+from ntk_iterncgp.network.directions import along, most_curved
 from ntk_iterncgp.network.grouping import group, groups_for
 from ntk_iterncgp.network.independence import independent_columns
 from ntk_iterncgp.network.reading import unfolded
@@ -221,8 +222,8 @@ def test_decided_data_are_left_out_of_the_first_sweep_alone(monkeypatch: pytest.
         net.model[2].weight *= 3
         net.model[2].bias *= 3
     variances, epochs = [], []
-    for share in (0.0, grouping.DECIDED):
-        monkeypatch.setattr(grouping, "DECIDED", share)
+    for share in (0.0, directions.DECIDED):
+        monkeypatch.setattr(directions, "DECIDED", share)
         la = net.laplace(num_actions=100)
         la.fit(loader)
         variances.append(la.functional_variance(net.new_J.float()))
@@ -346,19 +347,19 @@ def test_directions_are_orthogonal_in_the_curvature_and_their_parts_of_it_add_up
     gram = U.mT @ likelihood.curvature(latent, U)
     size = gram.diagonal(dim1=1, dim2=2).sqrt()
     assert float((gram / size[:, None] / size[..., None] - torch.eye(5)).abs().max()) < 1e-6
-    parts = torch.stack([clusters.along(U[..., j]) for j in range(5)])
+    parts = torch.stack([along(likelihood, latent, U[..., j]) for j in range(5)])
     close(parts.sum(0), clusters.weights(), 1e-9)
 
 
 def test_directions_go_where_the_curvature_is() -> None:
     """As many as there are undecided data; an undecided one may have several, another none."""
-    along = torch.tensor([[0.5, 0.4, 0.3], [0.6, 0.1, 0.0], [0.2, 0.1, 0.1], [0.15, 0.1, 0.01]])
-    rows, directions = grouping.most_curved(along, along.sum(1))
+    parts = torch.tensor([[0.5, 0.4, 0.3], [0.6, 0.1, 0.0], [0.2, 0.1, 0.1], [0.15, 0.1, 0.01]])
+    rows, directions = most_curved(parts, parts.sum(1))
     assert list(zip(rows.tolist(), directions.tolist(), strict=True)) == [(0, 0), (0, 1), (0, 2), (1, 0)]
-    decided = torch.cat([along[:2], 1e-6 * along[2:].repeat(4, 1)])
-    rows, directions = grouping.most_curved(decided, decided.sum(1))
+    decided = torch.cat([parts[:2], 1e-6 * parts[2:].repeat(4, 1)])
+    rows, directions = most_curved(decided, decided.sum(1))
     assert list(zip(rows.tolist(), directions.tolist(), strict=True)) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
-    rows, directions = grouping.most_curved(torch.ones(5, 3), torch.full((5,), 3.0))
+    rows, directions = most_curved(torch.ones(5, 3), torch.full((5,), 3.0))
     assert rows.tolist() == list(range(5)) and directions.tolist() == [0] * 5
 
 

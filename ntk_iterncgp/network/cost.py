@@ -15,7 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from ntk_iterncgp import parallel
 from ntk_iterncgp.data import Inputs
 from ntk_iterncgp.memory import available_bytes, mebibytes, require_memory
-from ntk_iterncgp.network.grouping import DIRECTIONS_EACH, MAX_FEATURES, groups_for
+from ntk_iterncgp.network.directions import DIRECTIONS_EACH
+from ntk_iterncgp.network.grouping import MAX_FEATURES, groups_for
 from ntk_iterncgp.network.linearised import PRODUCT_EPOCHS, Budget, LinearisedNetwork, NetworkFit, NetworkSettings
 from ntk_iterncgp.priors.jacobian import JVP_COLUMNS, Jacobian, NetworkJacobian
 

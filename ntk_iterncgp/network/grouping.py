@@ -3,8 +3,7 @@
 One action per group sums gradients, so a group should hold data whose gradients agree: the same direction in the
 outputs (W u, a contrast between classes) and similar features of the last layer, of which the gradient is the product.
 Weighted k-means on both, the weight being how undecided the datum is along u, |Wu|² / uᵀWu: decided data carry no
-information, and no group should be spent on them. Nor any derivative: `most_curved` says which data are looked at, and
-in how many directions each.
+information, and no group should be spent on them.
 
 On digits (two networks, three seeds, one direction each) 100 groups made this way get 83.6 % of the exact contraction
 of the variance, k-means without the weights 81.8 %, groups at random 78.5 %.
@@ -30,37 +29,12 @@ DISTANCE_ENTRIES = 2**22  # of the matrix of distances between data and centres,
 GROUPS_PER_ACTION, MANY_GROUPS, MANY_BYTES = 8, 384, 2**29
 """More of them fill no batches, and no memory is asked for. With 20 actions on digits four times as many groups get
 60.6 %, eight times 61.4, nineteen times 61.7 % (tanh 64-32-10), and 56.4, 57.7 and 58.5 % (tanh 64-64-32-10)."""
-DIRECTIONS_EACH = 4  # at most, of one datum in the first pass: all nine of digits get 0.2 percentage points more
-DECIDED, UNDECIDED = 0.01, 0.1
-"""Decided are the data, or directions of data, with the least tr(W) that together hold 1 % of the curvature, if each
-has less than a tenth of the mean over data. What they would add to the contraction of the variance was at most 0.4
-percentage points (digits, four networks, 20 and 100 actions). They are 25 % of MNIST for a LeNet after two short
-epochs, 61 % after two more, 71 % of CIFAR-10 for a ResNet-20."""
 
 
 def groups_for(num_actions: int, num_data: int, bytes_each: int) -> int:
     """How many groups the first pass makes for so many actions."""
     many = min(GROUPS_PER_ACTION * num_actions, MANY_GROUPS, MANY_BYTES // max(1, bytes_each))
     return min(max(num_actions, many), num_data)
-
-
-def most_curved(along: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:  # (N, k), (N,) -> (m,), (m,)
-    """Data and numbers of their directions, those with the most curvature, in the order of the data: as many as there
-    are data that are not decided, or half of all if these are fewer; and none that is next to nothing."""
-    num_data = len(along)
-    undecided = num_data - num_decided(weights, num_data)
-    ordered, order = along.T.flatten().sort(descending=True, stable=True)
-    number = min(len(ordered) - num_decided(ordered, num_data), max(undecided, num_data // 2))
-    direction, row = order[:number] // num_data, order[:number] % num_data
-    in_order = (row * along.shape[1] + direction).argsort()
-    return row[in_order], direction[in_order]
-
-
-def num_decided(weights: Tensor, num_data: int) -> int:
-    """How many of the least are next to nothing."""
-    ordered = weights.sort().values
-    few = ordered.cumsum(0) < DECIDED * ordered.sum()
-    return int((few & (ordered < UNDECIDED * ordered.sum() / num_data)).sum())
 
 
 def group(

@@ -1,0 +1,71 @@
+"""In which directions of the outputs data are looked at: u of W u, and which of them are worth a derivative.
+
+The likelihood has an order of its own, the most informative first, orthogonal in W; after these they are random. In
+the first pass a datum has as many as its curvature is worth, up to `DIRECTIONS_EACH`, and a decided one has none.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ntk_iterncgp.likelihoods import Likelihood
+
+DIRECTIONS_EACH = 4  # at most, of one datum in the first pass: all nine of digits get 0.2 percentage points more
+DECIDED, UNDECIDED = 0.01, 0.1
+"""Decided are the data, or directions of data, with the least tr(W) that together hold 1 % of the curvature, if each
+has less than a tenth of the mean over data. What they would add to the contraction of the variance was at most 0.4
+percentage points (digits, four networks, 20 and 100 actions). They are 25 % of MNIST for a LeNet after two short
+epochs, 61 % after two more, 71 % of CIFAR-10 for a ResNet-20."""
+
+
+def next_directions(
+    likelihood: Likelihood, outputs: Tensor, first: int, number: int, generator: torch.Generator
+) -> Tensor:  # (q, N, C)
+    """Of all data, from the `first` on: the likelihood's own, in order, and random ones when these are used up."""
+    chosen = []
+    for index in range(first, first + number):
+        if index < likelihood.curvature_rank:
+            chosen.append(likelihood.cotangent(outputs, index))
+        else:
+            drawn = torch.randn(outputs.shape, generator=generator, dtype=torch.float64)
+            chosen.append(likelihood.project(drawn.to(outputs.device)[..., None])[..., 0])
+    return torch.stack(chosen)
+
+
+def along(likelihood: Likelihood, outputs: Tensor, u: Tensor) -> Tensor:  # (m, C), (m, C) -> (m,)
+    """The part of tr(W_n) that is along u, |Wu|² / uᵀWu: over directions orthogonal in W these add up to it."""
+    curved = likelihood.curvature(outputs, u[..., None])[..., 0]
+    noise = (u * curved).sum(1)
+    return torch.where(noise > 0, curved.square().sum(1) / noise.clamp_min(1e-300), 0.0)
+
+
+def worth_looking(likelihood: Likelihood, outputs: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Data (m,) and directions (m, C) with as much curvature as one derivative for each undecided datum can look at,
+    where tr(W_n) are the `weights` (N,): a datum is there as often as it has directions that are worth it."""
+    number = min(likelihood.curvature_rank, DIRECTIONS_EACH)
+    parts = [along(likelihood, outputs, likelihood.cotangent(outputs, j)) for j in range(number)]
+    rows, index = most_curved(torch.stack(parts, 1), weights)
+    directions = torch.empty(len(rows), outputs.shape[1], dtype=torch.float64, device=outputs.device)
+    for j in range(number):
+        directions[index == j] = likelihood.cotangent(outputs[rows[index == j]], j)
+    return rows, directions
+
+
+def most_curved(along: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:  # (N, k), (N,) -> (m,), (m,)
+    """Data and numbers of their directions, those with the most curvature, in the order of the data: as many as there
+    are data that are not decided, or half of all if these are fewer; and none that is next to nothing."""
+    num_data = len(along)
+    undecided = num_data - num_decided(weights, num_data)
+    ordered, order = along.T.flatten().sort(descending=True, stable=True)
+    number = min(len(ordered) - num_decided(ordered, num_data), max(undecided, num_data // 2))
+    direction, row = order[:number] // num_data, order[:number] % num_data
+    in_order = (row * along.shape[1] + direction).argsort()
+    return row[in_order], direction[in_order]
+
+
+def num_decided(weights: Tensor, num_data: int) -> int:
+    """How many of the least are next to nothing."""
+    ordered = weights.sort().values
+    few = ordered.cumsum(0) < DECIDED * ordered.sum()
+    return int((few & (ordered < UNDECIDED * ordered.sum() / num_data)).sum())
