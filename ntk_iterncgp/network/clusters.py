@@ -124,14 +124,13 @@ class Clusters:
         """The next ones of all data."""
         return next_directions(self.likelihood, self.outputs, self.num_directions, number, self.generator)
 
-    def chosen(self, number: int) -> tuple[Tensor, Tensor]:  # (m,), (q, m, C)
+    def chosen(self, number: int, num_actions: int) -> tuple[Tensor, Tensor]:  # (m,), (q, m, C)
         """Data and directions of the first pass. Several at once come from one forward pass, so each datum that is not
         decided has these."""
-        weights = self.weights()
         if number > 1:
-            rows = most_curved(weights[:, None], weights)[0]
+            rows = most_curved(self.weights()[:, None], len(self.outputs))[0]
             return rows, self.directions(number)[:, rows]
-        rows, directions = worth_looking(self.likelihood, self.outputs, weights)
+        rows, directions = worth_looking(self.likelihood, self.outputs, num_actions)
         return rows, directions[None]
 
     def new_pass(self, number: int, num_actions: int, like: Tensor, num_params: int, *, is_whole: bool = True) -> Pass:
@@ -139,7 +138,7 @@ class Clusters:
         `is_whole` says that the budget is enough for all of the pass."""
         num_groups, num_kept = num_actions, None
         if not self.passes and num_actions < len(self.outputs):
-            rows, directions = self.chosen(number)
+            rows, directions = self.chosen(number, num_actions)
             if is_whole:
                 num_groups = groups_for(num_actions, len(rows), number * num_params * like.element_size())
                 num_kept = number * num_actions
