@@ -359,7 +359,7 @@ def test_directions_go_where_the_curvature_is() -> None:
     decided = torch.cat([parts[:2], 1e-6 * parts[2:].repeat(4, 1)])
     rows, directions = most_curved(decided, 10)
     assert list(zip(rows.tolist(), directions.tolist(), strict=True)) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
-    rows, directions = most_curved(torch.ones(5, 3), 2)  # none is below the average
+    rows, directions = most_curved(torch.ones(5, 3), 2)  # all are alike
     assert rows.tolist() == list(range(5)) and directions.tolist() == [0] * 5
 
 

@@ -14,8 +14,8 @@ from ntk_iterncgp.likelihoods import Likelihood
 DIRECTIONS_EACH = 4  # at most, of one datum in the first pass: all nine of digits get 0.2 percentage points more
 LOOKS, LOOKS_PER_ACTION = 0.6, 2
 """Where data have several directions, the first pass takes so many for each datum, on average; more, up to one, where
-these hold no less than others on the average, as in regression, and where groups would run out. 0.75 get 0.2 to 0.9
-percentage points more (digits), and take a tenth of an epoch more."""
+all are about as curved, as in regression, and where groups would run out. 0.75 get 0.2 to 0.9 percentage points more
+(digits), and take a tenth of an epoch more."""
 DECIDED, UNDECIDED = 0.01, 0.1
 """Decided are the data, or directions of data, with the least tr(W) that together hold 1 % of the curvature, if each
 has less than a tenth of the mean over data. What they would add to the contraction of the variance was at most 0.4
@@ -59,11 +59,11 @@ def worth_looking(likelihood: Likelihood, outputs: Tensor, num_actions: int) -> 
 
 def most_curved(along: Tensor, limit: int) -> tuple[Tensor, Tensor]:  # (N, k) -> (m,), (m,)
     """Data and numbers of their directions, those with the most curvature, in the order of the data: no more than data,
-    none that is next to nothing, and beyond `limit` none that is below the average."""
+    none that is next to nothing, and beyond `limit` none that has less than half of what the first has."""
     num_data = len(along)
     ordered, order = along.T.flatten().sort(descending=True, stable=True)
-    above = int((ordered >= (1 - 1e-6) * ordered.mean()).sum())
-    number = min(num_data, len(ordered) - num_decided(ordered, num_data), max(limit, above))
+    alike = int((ordered >= 0.5 * ordered[0]).sum())
+    number = min(num_data, len(ordered) - num_decided(ordered, num_data), max(limit, alike))
     direction, row = order[:number] // num_data, order[:number] % num_data
     in_order = (row * along.shape[1] + direction).argsort()
     return row[in_order], direction[in_order]

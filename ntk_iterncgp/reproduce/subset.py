@@ -38,18 +38,20 @@ class Laplace:
         for part in x.double().split(CHUNK):
             cross = self.kernel(self.inputs, part)  # (M, b)
             means.append(cross.T @ self.weights)
-            removed = {key: quadratic_forms(matrix, cross) for key, matrix in self._downdates.items()}
+            single = cross.float()
+            removed = {key: quadratic_forms(matrix, single).double() for key, matrix in self._downdates.items()}
             columns = torch.stack([removed[id(E)] for E in self.projections], 1)
             variances.append((self.kernel.diagonal(part)[:, None] - columns).clamp_min(0))
         return torch.cat(means), torch.cat(variances)
 
     @cached_property
     def _downdates(self) -> dict[int, Tensor]:
-        """A_c = E_c − E_c(Σ E)⁻¹E_c by the identity of E_c: made once, not solved with for every input."""
+        """A_c = E_c − E_c(Σ E)⁻¹E_c by the identity of E_c: made once, not solved with for every input. In single
+        precision, which is enough for a score: no eigenvalue of A_c is above one."""
         found = {}
         for E in {id(E): E for E in self.projections}.values():
             half = torch.linalg.solve_triangular(self.sum_factor, E, upper=False)
-            found[id(E)] = E - half.T @ half
+            found[id(E)] = (E - half.T @ half).float()
         return found
 
 

@@ -135,7 +135,7 @@ def _predict(gpytorch: Any, model: Any) -> Predict:
         weights = torch.linalg.solve_triangular(L.mT, values.mean.double()[..., None], upper=True)[..., 0]
         less = torch.eye(L.shape[1], dtype=L.dtype, device=L.device) - values.covariance_matrix.double()
         less = torch.linalg.solve_triangular(L, less, upper=False, left=False)
-        matrices = torch.linalg.solve_triangular(L.mT, less, upper=True)
+        matrices = torch.linalg.solve_triangular(L.mT, less, upper=True).to(inducing.dtype)
     model.train()
 
     @torch.no_grad()
@@ -143,9 +143,9 @@ def _predict(gpytorch: Any, model: Any) -> Predict:
         means, variances = [], []
         for part in x.split(BATCH):
             prior = kernel(part, diag=True).double() + strategy.jitter_val
-            crosses = [kernel(points, part).to_dense().double() for points in inducing]  # (U/C, b)
-            means.append(torch.stack([w @ cross for w, cross in zip(weights, crosses, strict=True)], 1))
-            removed = [quadratic_forms(A, cross) for A, cross in zip(matrices, crosses, strict=True)]
+            crosses = [kernel(points, part).to_dense() for points in inducing]  # (U/C, b)
+            means.append(torch.stack([w @ cross.double() for w, cross in zip(weights, crosses, strict=True)], 1))
+            removed = [quadratic_forms(A, cross).double() for A, cross in zip(matrices, crosses, strict=True)]
             variances.append(prior[:, None] - torch.stack(removed, 1))
         return torch.cat(means), torch.cat(variances).clamp_min(gpytorch.settings.min_variance.value(inducing.dtype))
 
