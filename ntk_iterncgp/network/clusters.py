@@ -9,13 +9,13 @@ which is all that a `WeightPosterior` needs. Directions of one datum are orthogo
 diagonal; between two passes it has blocks that are not.
 
 The first pass goes where the curvature is (`worth_looking`): of all data and directions those with the largest parts of
-tr(W), 0.6 for each datum, so that decided data have none and others up to four. On digits (800 data, five seeds) the
-share of the exact contraction of the variance at new inputs with 20, 50, 100 and 500 actions (of 500, more looks):
+tr(W), as many as there are undecided data, so that decided data have none and others up to four. On digits (800 data,
+five seeds) the share of the exact contraction of the variance at new inputs with 20, 50, 100 and 500 actions:
 
     tanh 64-32-10   one direction for each undecided datum   58.7   69.9   80.5   86.8 %   1.06 epochs
-                    where the curvature is                   61.1   72.7   84.0   94.1 %   0.93 at most, with 500 1.33
-    ReLU 64-16-10   one direction for each undecided datum   71.1   80.3   88.0   92.3 %   1.07 epochs
-                    where the curvature is                   73.4   82.6   90.4   96.2 %   0.93 at most, with 500 1.33
+                    as many where the curvature is           61.3   73.0   84.5   93.4 %   1.06
+    ReLU 64-16-10   one direction for each undecided datum   71.1   80.3   88.0   92.3 %   1.07
+                    as many where the curvature is           73.6   83.1   90.9   95.7 %   1.07
 
 An action may have any number of rows that are zero, so the variance is not below the exact one. With `cotangents` > 1
 each undecided datum has so many, from one forward pass.
@@ -124,13 +124,14 @@ class Clusters:
         """The next ones of all data."""
         return next_directions(self.likelihood, self.outputs, self.num_directions, number, self.generator)
 
-    def chosen(self, number: int, num_actions: int) -> tuple[Tensor, Tensor]:  # (m,), (q, m, C)
+    def chosen(self, number: int) -> tuple[Tensor, Tensor]:  # (m,), (q, m, C)
         """Data and directions of the first pass. Several at once come from one forward pass, so each datum that is not
         decided has these."""
+        weights = self.weights()
         if number > 1:
-            rows = most_curved(self.weights()[:, None], len(self.outputs))[0]
+            rows = most_curved(weights[:, None], weights)[0]
             return rows, self.directions(number)[:, rows]
-        rows, directions = worth_looking(self.likelihood, self.outputs, num_actions)
+        rows, directions = worth_looking(self.likelihood, self.outputs, weights)
         return rows, directions[None]
 
     def new_pass(self, number: int, num_actions: int, like: Tensor, num_params: int, *, is_whole: bool = True) -> Pass:
@@ -138,7 +139,7 @@ class Clusters:
         `is_whole` says that the budget is enough for all of the pass."""
         num_groups, num_kept = num_actions, None
         if not self.passes and num_actions < len(self.outputs):
-            rows, directions = self.chosen(number, num_actions)
+            rows, directions = self.chosen(number)
             if is_whole:
                 num_groups = groups_for(num_actions, len(rows), number * num_params * like.element_size())
                 num_kept = number * num_actions
