@@ -79,7 +79,8 @@ def estimate_cost(network: LinearisedNetwork, settings: NetworkSettings, *, time
         epochs = 1 / 3 + PRODUCT_EPOCHS * actions
         per_datum = 8 * num_outputs * 8
         of_actions = 2 * per_number * num_outputs * num_data * actions  # S and T
-    jacobian.prepare(x, rows)
+    if timed:
+        jacobian.prepare(x, rows)
     at_once = max(1, min(rows, settings.chunk_bytes // jacobian.bytes_per_row(num_outputs)))
     for_rows = at_once * (jacobian.bytes_per_row(num_outputs) + 2 * num_outputs * activations // rows)
     images = _image_bytes(jacobian, actions)
