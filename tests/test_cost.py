@@ -77,8 +77,9 @@ def test_the_cost_is_told_as_a_table_and_nothing_is_fitted(subset: str, policy: 
 
 
 @pytest.mark.parametrize("cotangents", [1, 2, 3])
-def test_the_epochs_told_are_those_spent(cotangents: int) -> None:
-    net = make_net(2, num_data=30)
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_the_epochs_told_are_those_spent(cotangents: int, likelihood: str) -> None:
+    net = make_net(2, num_data=30, likelihood=likelihood)
     la = net.laplace(num_actions=8, cotangents=cotangents)
     cost = la.estimate_cost(net.loader())
     la.fit(net.loader())

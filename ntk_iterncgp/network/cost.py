@@ -15,9 +15,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from ntk_iterncgp import parallel
 from ntk_iterncgp.data import Inputs
 from ntk_iterncgp.memory import available_bytes, mebibytes, require_memory
-from ntk_iterncgp.network.directions import DIRECTIONS_EACH
+from ntk_iterncgp.network.directions import DIRECTIONS_EACH, worth_looking
 from ntk_iterncgp.network.grouping import MAX_FEATURES, groups_for
 from ntk_iterncgp.network.linearised import PRODUCT_EPOCHS, Budget, LinearisedNetwork, NetworkFit, NetworkSettings
+from ntk_iterncgp.network.passes import epochs_of
 from ntk_iterncgp.priors.jacobian import JVP_COLUMNS, Jacobian, NetworkJacobian
 
 TIMED_COLUMNS = 16  # of the actions, when a prediction is timed: all of them may not fit in memory
@@ -27,8 +28,8 @@ WORKSPACE_BYTES = 64 * 2**20  # what PyTorch takes beside the arrays counted her
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds are those of this machine as it is now; a budget (`max_epochs`) is not taken into account, nor what data
-    that turn out to be decided will spare."""
+    """Seconds are those of this machine as it is now, epochs those of data that are all as decided as the first batch;
+    a budget (`max_epochs`) is not taken into account."""
 
     num_data: int
     num_params: int
@@ -71,7 +72,7 @@ def estimate_cost(network: LinearisedNetwork, settings: NetworkSettings, *, time
         bytes_each = _image_bytes(jacobian, settings.cotangents)
         groups = groups_for(actions, num_data, bytes_each) * settings.cotangents
         actions = min(actions, num_data) * settings.cotangents
-        epochs = 1 / 3 + (1 + 2 * settings.cotangents) / 3
+        epochs = 1 / 3 + epochs_of(_looks(network, settings, outputs, num_data), settings.cotangents, rows)
         per_datum = 8 * num_outputs * (3 + 3 * settings.cotangents) + 2 * 4 * (MAX_FEATURES + num_outputs)
         per_datum += 3 * 8 * (DIRECTIONS_EACH + 1)  # curvature along each direction, in two orders
         of_actions = 0
@@ -143,7 +144,7 @@ def check_memory_to_refine(
     most = fitted.num_data * fitted.num_outputs
     epochs = min(1.0 if budget.epochs is None else budget.epochs, float(most))
     if settings.policy is None:
-        more = min(most, cost.num_actions * math.ceil(epochs / ((1 + 2 * settings.cotangents) / 3)))
+        more = min(most, cost.num_actions * math.ceil(epochs / epochs_of(1, settings.cotangents, 1)))
         needed = per_action * (fitted.posterior.rank + 2 * more)
     else:
         more = min(most, max(1, round(epochs / PRODUCT_EPOCHS)))
@@ -151,6 +152,15 @@ def check_memory_to_refine(
     advice = "Ask for fewer epochs at once, fit with max_rank, or use less for rows of the Jacobian (chunk_bytes)."
     require_memory(cost.fixed_bytes + needed, cost.available_bytes, advice)
     return cost.fixed_bytes + needed
+
+
+def _looks(network: LinearisedNetwork, settings: NetworkSettings, outputs: Tensor, num_data: int) -> int:
+    """How often data of the first batch are looked at, if it is a sample of all."""
+    if settings.num_actions >= num_data or not bool(torch.isfinite(outputs).all()):
+        return len(outputs)
+    likelihood = network.likelihood(outputs, 1.0).for_prior_variance(1e20)
+    share = settings.num_actions * len(outputs) // num_data
+    return len(worth_looking(likelihood, outputs.double(), settings.cotangents, share, torch.Generator())[0])
 
 
 def _image_bytes(jacobian: NetworkJacobian, actions: int) -> int:

@@ -33,7 +33,7 @@ from ntk_iterncgp.network.linearised import (
     advice_after,
     checked_targets,
 )
-from ntk_iterncgp.network.passes import Pass
+from ntk_iterncgp.network.passes import Pass, epochs_of
 from ntk_iterncgp.network.progress import (
     Progress,
     Turn,
@@ -210,10 +210,10 @@ class Spending:
         else:
             like = torch.empty(0, dtype=network.jacobian.dtype, device=network.jacobian.device)
             number = self.settings.cotangents
-            after, limit = self.progress.epochs + (1 + 2 * number) / 3, self.turn.max_epochs
-            is_whole = self.budget.seconds is None and (limit is None or after <= limit + 1e-9)
+            left = None if self.turn.max_epochs is None else self.turn.max_epochs - self.progress.epochs
+            left = left if self.budget.seconds is None else 0.0  # nobody knows how many that will be
             target = clusters.new_pass(
-                number, self.settings.num_actions, like, network.jacobian.num_params, is_whole=is_whole
+                number, self.settings.num_actions, like, network.jacobian.num_params, max_epochs=left
             )
             clusters.passes.append(target)
         self.turn.missing = int((~clusters.passes[-1].swept).sum())
@@ -223,7 +223,7 @@ class Spending:
         """Whether the pass was finished."""
         progress, turn, network = self.progress, self.turn, self.network
         missing = turn.missing or 0
-        per_datum = (1 + 2 * len(target.directions)) / 3 / len(progress.clusters.outputs)
+        per_item = epochs_of(1, len(target.directions), len(progress.clusters.outputs))
         processes = parallel.num_processes()
         # On the way only one process can read: the images of several are not summed before the end.
         has_readings = len(progress.clusters.passes) == 1 and processes == 1
@@ -234,7 +234,7 @@ class Spending:
             try:
                 for batch, size in enumerate(sweep, 1):
                     turn.done += size
-                    progress.epochs += size * per_datum
+                    progress.epochs += size * per_item
                     bar.update(size)
                     is_due = turn.done * METER_READINGS >= (turn.readings + 1) * missing and turn.done < missing
                     if has_readings and is_due:

@@ -65,6 +65,11 @@ class Pass:
         self.swept[items] = True
 
 
+def epochs_of(num_items: int, number: int, num_data: int) -> float:
+    """A forward pass and a backward pass for each of `number` directions, which is twice as much."""
+    return num_items * (1 + 2 * number) / (3 * num_data)
+
+
 def same_datum(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:  # (m,), (m',) -> (k,), (k,)
     """All pairs of places at which two ascending lists of rows have the same datum."""
     first, last = torch.searchsorted(right, left), torch.searchsorted(right, left, right=True)
