@@ -75,6 +75,26 @@ def test_the_variance_is_never_below_the_exact_one_and_never_rises(
         before, was_complete = after, la._fit.progress.clusters.passes[-1].is_complete
 
 
+@dtypes
+@pytest.mark.parametrize("subset", ["all", "last_layer"])
+@pytest.mark.parametrize("num_outputs", [2, 3, 7])
+def test_contrasts_which_probabilities_are_made_of_have_no_less_variance_than_the_exact_ones(
+    dtype: torch.dtype, subset: str, num_outputs: int
+) -> None:
+    """The accurate link asks for these C − 1 alone, and not for the outputs."""
+    net = make_net(3, num_outputs=num_outputs, num_data=40)
+    la, x = net.laplace(dtype, subset, num_actions=5), net.near_and_far()
+    la.fit(net.loader(dtype))
+    H = Softmax(num_outputs).contrasts(torch.device("cpu"))
+    contrasts, outputs = la._moments(x.to(dtype), H)[1].double(), la._moments(x.to(dtype))[1].double()
+    assert contrasts.shape == (len(x), num_outputs - 1, num_outputs - 1)
+    close(contrasts, H.T @ outputs @ H, TOLERANCE[dtype])
+    if subset == "all":
+        blocks = net.exact(x).unflatten(0, (len(x), -1)).unflatten(2, (len(x), -1))
+        for n in range(len(x)):
+            not_below(contrasts[n], H.T @ blocks[n, :, n] @ H, TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("case", [MLP, ONE, SEVERAL], ids=str)
 @pytest.mark.parametrize("subset", ["all", "last_layer"])
 def test_with_an_action_for_each_datum_and_direction_it_is_the_exact_posterior(case: NetworkCase, subset: str) -> None:

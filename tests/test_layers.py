@@ -156,6 +156,14 @@ def by_func(model: nn.Module, x: Tensor) -> DenseRows:
     return rows
 
 
+def check_rows(model: nn.Module, x: Tensor, kind: type) -> None:
+    expected = by_func(model, x)
+    with torch.no_grad():
+        rows = Jacobian(model).rows(x, len(x))
+    assert isinstance(rows, kind)
+    torch.testing.assert_close(rows.jacobian, expected.jacobian)
+
+
 @pytest.mark.parametrize("case", PLAIN)
 def test_plain_layers_give_the_rows_that_torch_func_gives(case: str) -> None:
     model, x = prepared(*PLAIN[case])
@@ -213,11 +221,7 @@ def test_inputs_without_a_derivative_have_rows_by_layers_too() -> None:
 
     torch.manual_seed(0)
     model, x = Looked().double().eval(), torch.randint(5, (NUM_INPUTS, 6))
-    expected = by_func(model, x)
-    with torch.no_grad():
-        rows = Jacobian(model).rows(x, len(x))
-    assert isinstance(rows, LayerRows)
-    torch.testing.assert_close(rows.jacobian, expected.jacobian)
+    check_rows(model, x, LayerRows)
 
 
 def test_the_memory_of_rows_is_counted_when_inputs_of_a_shape_are_first_seen() -> None:
@@ -236,11 +240,7 @@ def test_the_memory_of_rows_is_counted_when_inputs_of_a_shape_are_first_seen() -
 @pytest.mark.parametrize("case", OTHER)
 def test_other_models_are_left_to_torch_func(case: str) -> None:
     model, x = prepared(*OTHER[case])
-    jacobian, expected = Jacobian(model), by_func(model, x)
-    with torch.no_grad():
-        rows = jacobian.rows(x, len(x))
-    assert isinstance(rows, DenseRows)
-    torch.testing.assert_close(rows.jacobian, expected.jacobian)
+    check_rows(model, x, DenseRows)
 
 
 @pytest.mark.parametrize("frozen", ["first.weight", "first", "norm", "norm.weight", "norm.bias", "before", "head"])
@@ -248,11 +248,7 @@ def test_a_subset_of_the_weights_has_the_rows_of_that_subset(frozen: str) -> Non
     model, x = prepared(*PLAIN["normed"])
     for name, value in model.named_parameters():
         value.requires_grad_(not name.startswith(frozen))
-    expected = by_func(model, x)
-    with torch.no_grad():
-        rows = Jacobian(model).rows(x, len(x))
-    assert isinstance(rows, LayerRows)
-    torch.testing.assert_close(rows.jacobian, expected.jacobian)
+    check_rows(model, x, LayerRows)
 
 
 def test_what_a_hook_makes_of_a_batch_norm_is_kept() -> None:
