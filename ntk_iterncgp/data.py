@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, default_collate
 from ntk_iterncgp import parallel
 from ntk_iterncgp.kept import Kept, worth_keeping
 from ntk_iterncgp.order import FixedBatches, in_fixed_order, random_access, reading
+from ntk_iterncgp.precision import full_precision
 from ntk_iterncgp.threads import enter_eval_mode, leave_eval_mode, together
 
 Inputs = Any  # a tensor, or a mapping of tensors and other things
@@ -246,8 +247,9 @@ def to_device(x: Inputs, device: torch.device) -> Inputs:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode; each module's own train/eval flag comes back afterwards, whatever happens."""
-    with together(model, partial(enter_eval_mode, model), leave_eval_mode):
+    """The model in eval mode, in full precision; each module's own flag comes back afterwards, whatever happens."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    with together(model, partial(enter_eval_mode, model), leave_eval_mode), full_precision(device):
         yield
 
 

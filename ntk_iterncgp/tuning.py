@@ -103,14 +103,16 @@ class ValidationPart:
 
 
 class ScalarPath:
-    """The validation set in the eigenbasis of R^{-½} AᵀA R^{-½}: each further precision δ costs one small product.
+    """The validation set in the eigenbasis of R^{-½} AᵀA R^{-½}: each further precision δ costs one small product. The
+    noise of rounding goes with 1/δ, as AᵀA does, to which it is added.
 
     cov(δ) = J Jᵀ/δ − Z diag(1 / (δ(γ + δτ))) Zᵀ,    Z = J A R^{-½} V
     """
 
     def __init__(self, posterior: WeightPosterior, parts: Sequence[ValidationPart], noise_scale: Tensor) -> None:
-        lower = torch.linalg.cholesky(posterior.noise_gram)
-        half = torch.linalg.solve_triangular(lower, posterior.unit_gram, upper=False)
+        lower, gram = torch.linalg.cholesky(posterior.noise_gram), posterior.unit_gram
+        rounding = posterior.noise(gram, noise_scale)[1] * torch.eye(posterior.rank).to(gram)
+        half = torch.linalg.solve_triangular(lower, gram + rounding, upper=False)
         whitened = torch.linalg.solve_triangular(lower, half.T, upper=False)
         self.gamma, vectors = torch.linalg.eigh(0.5 * (whitened + whitened.T))
         basis = torch.linalg.solve_triangular(lower.T, vectors, upper=True)  # R^{-½} V

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ntk_iterncgp.priors.jacobian import Rows
 from ntk_iterncgp.self_check import SelfCheckError, refusal
+from ntk_iterncgp.solver.factor import rounding_noise
 from ntk_iterncgp.weight_posterior import SLICE_ROWS, WeightPosterior
 
 MARGIN = 500.0  # in units of rounding: a network amplifies it, and other batches are summed in another order
@@ -71,13 +72,17 @@ def _matrices(posterior: WeightPosterior) -> Iterator[str]:
     if not float((scaled - scaled.T).abs().max()) <= FLOOR:
         yield "a symmetric noise of the actions, but it is not"
         return
-    lower, info = torch.linalg.cholesky_ex(scaled)
+    info = torch.linalg.cholesky_ex(scaled).info
     if int(info) != 0 or bool((R.diagonal() <= 0).any()):
         yield "a positive definite noise of the actions, but it is not"
         return
     if posterior.trace_is_exact:
-        gram = posterior.unit_gram * sides[:, None] * sides
-        said, known = float(torch.cholesky_solve(gram, lower).trace()), float(posterior.curvature_diagonal.sum())
+        gram, known = posterior.unit_gram * sides[:, None] * sides, float(posterior.curvature_diagonal.sum())
+        # Nearly dependent actions would make information of rounding; of right images AᵀA has no more than B tr(JᵀWJ).
+        rounding = rounding_noise(gram, scaled, posterior.images.dtype)
+        limit = torch.finfo(posterior.images.dtype).eps * posterior.rank * known
+        scaled.diagonal().add_(min(rounding, limit))
+        said = float(torch.linalg.solve(scaled, gram).trace())
         slack = 0.5 if posterior.images.dtype != torch.float64 else 1e-3
         if not said <= (1 + slack) * known + SMALL:
             yield f"actions that say no more than all data do ({known:.4g}), but they say {said:.4g}"

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ntk_iterncgp.precision import full_precision
 from ntk_iterncgp.priors.rows import Rows
 from ntk_iterncgp.solver.factor import Factor, rounding_noise
 
@@ -81,12 +82,17 @@ class WeightPosterior:
             start=torch.zeros_like(self.noise_gram),
         )
 
-    def factor(self, prior_precision: Tensor, noise_scale: Tensor) -> Factor:
-        gram, noise = self.gram(prior_precision), noise_scale.double() * self.noise_gram
+    def noise(self, gram: Tensor, noise_scale: Tensor) -> tuple[Tensor, float]:  # AᵀΛ⁻¹A (B, B) -> (B, B)
+        """τR with what the rounding of A may amount to on its diagonal, and that number. Where actions are nearly
+        dependent in R it is more than R: who divides by R alone takes rounding for information."""
+        noise = noise_scale.double() * self.noise_gram
         with torch.no_grad():
             rounding = rounding_noise(gram, noise, self.images.dtype)
-        eye = torch.eye(self.rank, dtype=torch.float64, device=gram.device)
-        return Factor(gram + noise + rounding * eye)
+        return noise + rounding * torch.eye(self.rank, dtype=torch.float64, device=gram.device), rounding
+
+    def factor(self, prior_precision: Tensor, noise_scale: Tensor) -> Factor:
+        gram = self.gram(prior_precision)
+        return Factor(gram + self.noise(gram, noise_scale)[0])
 
     def right_hand_side_for(self, prior_mean: Tensor) -> Tensor:  # (B,)
         """Sᵀb for another prior mean: b = f − m + W⁺∇ changes by J(μ₀ − μ₀′) at the same f."""
@@ -94,7 +100,8 @@ class WeightPosterior:
         if not bool(change.any()):
             return self.right_hand_side
         weights = change.expand(len(self.images)).to(self.images.dtype)
-        return self.right_hand_side + (self.images.T @ weights).double()
+        with full_precision(weights.device):
+            return self.right_hand_side + (self.images.T @ weights).double()
 
     def precision_of_weights(self, prior_precision: Tensor) -> Tensor:  # (P,)
         return precision_of_weights(prior_precision, self.layer_sizes)
@@ -103,9 +110,9 @@ class WeightPosterior:
 
     def conditioned(self, prior_precision: Tensor, noise_scale: Tensor) -> ConditionedPosterior:
         """The posterior for one choice of hyperparameters, ready for predictions."""
-        variance = 1 / self.precision_of_weights(prior_precision.detach())
-        factor = self.factor(prior_precision.detach(), noise_scale.detach())
-        return ConditionedPosterior(self, variance, factor, noise_scale.detach().double())
+        variance, gram = 1 / self.precision_of_weights(prior_precision.detach()), self.gram(prior_precision.detach())
+        noise, _ = self.noise(gram, noise_scale.detach())
+        return ConditionedPosterior(self, variance, Factor(gram + noise), noise)
 
     # --- evidence -------------------------------------------------------------------------------------------------
 
@@ -113,11 +120,16 @@ class WeightPosterior:
         """lo ≤ log|I + W^{½}KW^{½}| ≤ hi, differentiable in both arguments."""
         precision = self.precision_of_weights(prior_precision)
         trace = (self.curvature_diagonal / precision).sum() / noise_scale
-        free = self.curvature_rank - self.rank
+        free: float = self.curvature_rank - self.rank
         if self.rank:
-            noise = torch.linalg.cholesky(noise_scale.double() * self.noise_gram)
-            half = torch.linalg.solve_triangular(noise, self.gram(prior_precision), upper=False)
-            whitened = torch.linalg.solve_triangular(noise, half.T, upper=False)
+            gram = self.gram(prior_precision)
+            noise, rounding = self.noise(gram, noise_scale)
+            root = torch.linalg.cholesky(noise)
+            half = torch.linalg.solve_triangular(root, gram, upper=False)
+            whitened = torch.linalg.solve_triangular(root, half.T, upper=False)
+            # An action of which rounding leaves no more than half is as good as none.
+            inverse = torch.linalg.solve_triangular(root.detach(), torch.eye(self.rank).to(root), upper=False)
+            free += min(self.rank, 2 * rounding * float(inverse.square().sum()))
             gamma = torch.linalg.eigvalsh(0.5 * (whitened + whitened.T)).clamp_min(0)
             lower, captured = torch.log1p(gamma).sum(), gamma.sum()
         else:
@@ -164,6 +176,11 @@ class WeightPosterior:
 
 def inner_products(left: Tensor, right: Tensor) -> Tensor:  # (p, B), (p, B′) -> (B, B′)
     """Products in the dtype of the images, whose rounding is allowed for as noise; their sum in float64."""
+    with full_precision(left.device):
+        return _inner_products(left, right)
+
+
+def _inner_products(left: Tensor, right: Tensor) -> Tensor:
     total = torch.zeros(left.shape[1], right.shape[1], dtype=torch.float64, device=left.device)
     is_symmetric = left is right
     for one, other in zip(left.split(SLICE_ROWS), right.split(SLICE_ROWS), strict=True):
@@ -187,8 +204,8 @@ def precision_of_weights(prior_precision: Tensor, layer_sizes: tuple[int, ...]) 
 class ConditionedPosterior:
     """N(μ, Σ_θ) for one prior precision and noise."""
 
-    def __init__(self, posterior: WeightPosterior, variance: Tensor, factor: Factor, noise_scale: Tensor) -> None:
-        self.posterior, self.variance, self.factor, self.noise_scale = posterior, variance, factor, noise_scale
+    def __init__(self, posterior: WeightPosterior, variance: Tensor, factor: Factor, noise: Tensor) -> None:
+        self.posterior, self.variance, self.factor, self.noise = posterior, variance, factor, noise
         self.scaled_images = variance.to(posterior.images.dtype)[:, None] * posterior.images  # Λ⁻¹A
 
     def mean_shift(self, prior_mean: Tensor) -> Tensor:  # (P,)
@@ -198,11 +215,13 @@ class ConditionedPosterior:
 
     def _combine(self, coefficients: Tensor) -> Tensor:  # (B, k) -> (P, k)
         """Λ⁻¹A a, in float64 but for the products."""
-        return (self.scaled_images @ coefficients.to(self.scaled_images.dtype)).double()
+        with full_precision(coefficients.device):
+            return (self.scaled_images @ coefficients.to(self.scaled_images.dtype)).double()
 
     def covariance(self, rows: Rows, *, joint: bool = False) -> Tensor:  # (b, C, C), or (b·C, b·C)
         """J(x) Σ_θ J(x)ᵀ, in float64."""
-        cross, prior = rows.products(self.scaled_images, self.variance, joint=joint)  # (b, C, B), as the result
+        with full_precision(self.variance.device):
+            cross, prior = rows.products(self.scaled_images, self.variance, joint=joint)  # (b, C, B), as the result
         half = self.factor.half_solve(cross.flatten(0, 1).T).T  # (b·C, B)
         if not joint:
             half = half.unflatten(0, cross.shape[:2])
@@ -221,8 +240,9 @@ class ConditionedPosterior:
         shape = (len(images), num_samples)
         epsilon = torch.randn(shape, generator=generator, dtype=torch.float64, device=device)
         epsilon = epsilon * self.variance.sqrt()[:, None]
-        noise_root = torch.linalg.cholesky(self.noise_scale * self.posterior.noise_gram)
+        noise_root = torch.linalg.cholesky(self.noise)
         shape = (self.posterior.rank, num_samples)
         eta = noise_root @ torch.randn(shape, generator=generator, dtype=torch.float64, device=device)
-        observed = (images.T @ epsilon.to(images.dtype)).double() + eta
+        with full_precision(device):
+            observed = (images.T @ epsilon.to(images.dtype)).double() + eta
         return (epsilon - self._combine(self.factor.solve(observed))).T

@@ -281,6 +281,15 @@ def test_the_meter_is_a_lower_bound_on_the_share_of_the_information(case: tuple[
             la.refine(loader, epochs=1)
 
 
+def test_the_meter_is_of_what_max_rank_leaves() -> None:
+    net = make_net(0, num_data=40)
+    la, loader = net.laplace(num_actions=20, max_rank=3), net.loader()
+    la.fit(loader)
+    la.refine(loader, epochs=2)
+    lower = float(la.posterior.log_determinant_bounds(la.prior_precision, la._noise_scale)[0])
+    assert la.report_.rank == 3 and la.report_.information_captured <= lower / net.information() < 0.9
+
+
 @pytest.mark.parametrize("max_epochs", [None, 0.6])
 def test_the_history_rises_in_epochs_and_information(max_epochs: float | None) -> None:
     net = make_net(1, num_data=40)

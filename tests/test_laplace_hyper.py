@@ -19,6 +19,7 @@ from tests.laplace_helpers import (
     SEVERAL,
     close,
     fitted,
+    near_and_far,
     policies,
     precisions,
     problems,
@@ -270,3 +271,29 @@ def test_the_grid_passes_the_validation_set_once() -> None:
         method="gridsearch", val_loader=DataLoader(Counting(x, y), batch_size=4), grid_size=20
     )
     assert Counting.asked == 15
+
+
+def test_a_failed_choice_leaves_the_precision_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    la = fitted(MLP, prior_precision=3.0)
+    with pytest.raises(ValueError, match="init_prior_prec expects a positive number"):
+        la.optimize_prior_precision(method="marglik", init_prior_prec=-1.0)
+    calls = iter(range(4))
+
+    def interrupted(*args: Any, **settings: Any) -> Tensor:
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        return evidence(*args, **settings)
+
+    evidence = la.log_marginal_likelihood
+    monkeypatch.setattr(la, "log_marginal_likelihood", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        la.optimize_prior_precision(method="marglik")
+    assert la.prior_precision.tolist() == [3.0] and not la.prior_precision.requires_grad
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
+def test_a_temperature_that_is_none_is_refused_by_predictions(temperature: float) -> None:
+    la = fitted(MLP)
+    la.temperature = temperature
+    with pytest.raises(ValueError, match="temperature expects a positive number"):
+        la.predictive_moments(near_and_far(MLP))

@@ -280,7 +280,7 @@ def test_the_score_of_a_decided_point_keeps_its_relative_accuracy() -> None:
         (Softmax(3), [[0, 1, 0]], r"Softmax .* shape \(N,\), each a class label, but got shape \(1, 3\)"),
         (Gaussian(0.1), [[0.0, 1.0]], r"1 output\(s\) expects y of shape \(N, 1\) or \(N,\), but got \(1, 2\)"),
         (Gaussian(0.1, 2), [0.0, 1.0], r"2 output\(s\) expects y of shape \(N, 2\), but got \(2, 1\)"),
-        (Gaussian(0.1, 2), [[[0.0, 1.0]]], r"\(N, 2\), but got \(1, 1, 2\)\. Set num_outputs"),
+        (Gaussian(0.1, 2), [[[0.0, 1.0]]], r"\(N, 2\), but got \(1, 1, 2\)\. The network"),
     ],
 )
 def test_unfit_targets_get_a_sentence_that_names_the_first_of_them(

@@ -15,12 +15,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ntk_iterncgp.data import Inputs, evaluating
+from ntk_iterncgp.laplace_addon.checks import check_positive, kept_on_failure
 from ntk_iterncgp.laplace_addon.fitting import FittedNetwork
 from ntk_iterncgp.laplace_addon.grid import GivenMoments, descend, search_grid
 from ntk_iterncgp.laplace_addon.saving import from_state_dict, to_state_dict
 from ntk_iterncgp.likelihoods import Softmax
 from ntk_iterncgp.network import Progress
 from ntk_iterncgp.network.reading import unfolded
+from ntk_iterncgp.precision import full_precision
 from ntk_iterncgp.predictive import (
     Uncertainty,
     classification_uncertainty,
@@ -28,6 +30,7 @@ from ntk_iterncgp.predictive import (
     regression_uncertainty,
 )
 from ntk_iterncgp.priors.rows import DenseRows, Rows
+from ntk_iterncgp.solver.stopping import whole_number
 from ntk_iterncgp.threads import exclusively
 from ntk_iterncgp.tuning import starting_precision, tune_by_evidence
 from ntk_iterncgp.weight_posterior import ConditionedPosterior
@@ -58,10 +61,13 @@ class IterNCGPLaplace(FittedNetwork):
         pred_type = PredType.GP if pred_type == PredType.GLM else pred_type
         if link_approx == QUASI:
             if self.likelihood == Likelihood.CLASSIFICATION and pred_type == PredType.GP:
-                return self._glm_forward_call(x, self.likelihood, False, QUASI, n_samples or 512)
+                number = 512 if n_samples is None else whole_number("n_samples", n_samples, at_least=1)
+                with full_precision(self._device):
+                    return self._glm_forward_call(x, self.likelihood, False, QUASI, number)
             link_approx = LinkApprox.PROBIT  # regression has no link
         n_samples = 100 if n_samples is None else n_samples
-        return super().__call__(x, pred_type, joint, link_approx, n_samples, *args, **kwargs)
+        with full_precision(self._device):
+            return super().__call__(x, pred_type, joint, link_approx, n_samples, *args, **kwargs)
 
     def _glm_forward_call(
         self,
@@ -98,6 +104,7 @@ class IterNCGPLaplace(FittedNetwork):
         variance less the posterior variance. For policy="clusters", after a fit in this process.
         """
         self._check_fitted()
+        self._check_nonempty_inputs(x)
         self._refresh_posterior()
         fit = self._fit
         progress = None if fit is None or fit.posterior is not self.posterior else fit.progress
@@ -243,41 +250,43 @@ class IterNCGPLaplace(FittedNetwork):
         Neither touches the training data; the grid passes the validation set once in all.
         """
         self._check_fitted()
-        if method == "marglik":
-            self.prior_precision = tune_by_evidence(
-                lambda precision: self.log_marginal_likelihood(prior_precision=precision),
-                len(self._layer_sizes()),
-                self.mean,
-                start=init_prior_prec,
-                structure=prior_structure,
-                num_steps=n_steps,
-                learning_rate=lr,
-                progress_bar=progress_bar,
-            )
-        elif method == "gridsearch":
-            grid = torch.logspace(log_prior_prec_min, log_prior_prec_max, grid_size, base=log_prior_prec_base)
-            self.prior_precision = search_grid(
-                self,
-                _required(val_loader, method),
-                grid.to(self._device),
-                loss=loss,
-                link=link_approx,
-                num_samples=n_samples,
-                progress_bar=progress_bar,
-            )
-        elif method == "validation":
-            start = torch.as_tensor(init_prior_prec, dtype=self._dtype, device=self._device).reshape(-1)
-            self.prior_precision, self.temperature = descend(
-                self,
-                _required(val_loader, method),
-                starting_precision(start, prior_structure, len(self._layer_sizes())),
-                tune_temperature=tune_temperature,
-                num_steps=n_steps,
-                learning_rate=lr,
-                progress_bar=progress_bar,
-            )
-        else:
-            raise ValueError(f"method expects 'marglik', 'gridsearch' or 'validation', but got {method!r}.")
+        check_positive("init_prior_prec", init_prior_prec)
+        with kept_on_failure(self, "prior_precision", "temperature"):
+            if method == "marglik":
+                self.prior_precision = tune_by_evidence(
+                    lambda precision: self.log_marginal_likelihood(prior_precision=precision),
+                    len(self._layer_sizes()),
+                    self.mean,
+                    start=init_prior_prec,
+                    structure=prior_structure,
+                    num_steps=n_steps,
+                    learning_rate=lr,
+                    progress_bar=progress_bar,
+                )
+            elif method == "gridsearch":
+                grid = torch.logspace(log_prior_prec_min, log_prior_prec_max, grid_size, base=log_prior_prec_base)
+                self.prior_precision = search_grid(
+                    self,
+                    _required(val_loader, method),
+                    grid.to(self._device),
+                    loss=loss,
+                    link=link_approx,
+                    num_samples=n_samples,
+                    progress_bar=progress_bar,
+                )
+            elif method == "validation":
+                start = torch.as_tensor(init_prior_prec, dtype=self._dtype, device=self._device).reshape(-1)
+                self.prior_precision, self.temperature = descend(
+                    self,
+                    _required(val_loader, method),
+                    starting_precision(start, prior_structure, len(self._layer_sizes())),
+                    tune_temperature=tune_temperature,
+                    num_steps=n_steps,
+                    learning_rate=lr,
+                    progress_bar=progress_bar,
+                )
+            else:
+                raise ValueError(f"method expects 'marglik', 'gridsearch' or 'validation', but got {method!r}.")
         if verbose:
             print(f"Optimized prior precision is {self.prior_precision}.")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
@@ -12,10 +14,26 @@ from torch import Tensor
 
 def check_hyperparameters(*, prior_precision: Any, prior_mean: Any, sigma_noise: Any, temperature: Any) -> None:
     """Raise where one of them is no finite number or has a sign or a size that makes no sense."""
-    _check("prior_precision", prior_precision, "a positive number, or a tensor of one for each layer or weight")
+    check_positive("prior_precision", prior_precision)
     _check("prior_mean", prior_mean, "a number, or a tensor of one for each weight", positive=False)
     _check("sigma_noise", sigma_noise, "a positive number", max_size=1)
     _check("temperature", temperature, "a positive number", max_size=1)
+
+
+def check_positive(name: str, value: Any) -> None:
+    _check(name, value, "a positive number, or a tensor of one for each layer or weight")
+
+
+@contextmanager
+def kept_on_failure(thing: object, *names: str) -> Iterator[None]:
+    """What these attributes were before comes back if something is raised, Ctrl-C too."""
+    before = {name: getattr(thing, name) for name in names}
+    try:
+        yield
+    except BaseException:
+        for name, value in before.items():
+            setattr(thing, name, value)
+        raise
 
 
 def _check(name: str, value: Any, expected: str, *, positive: bool = True, max_size: int | None = None) -> None:

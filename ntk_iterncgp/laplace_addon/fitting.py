@@ -197,8 +197,9 @@ class FittedNetwork(BaseFunctionalLaplace):
     ) -> None:
         """Spend more on the same data, from where the fit stopped: the variance only falls.
 
-        Two exceptions, both of which keep it above the exact one: a refined mean may still move, and the curvature of
-        the likelihood with it; and where an iterable dataset was interrupted, groups are first completed.
+        Three exceptions, all of which keep it above the exact one: a refined mean may still move, and the curvature of
+        the likelihood with it; where an iterable dataset was interrupted, groups are first completed; and with
+        `max_rank` the best combinations of all actions are kept, which may say less about some input than those before.
         """
         self._check_fitted()
         if epochs is None and seconds is None:
@@ -221,14 +222,14 @@ class FittedNetwork(BaseFunctionalLaplace):
             return estimate_cost(self._network(train_loader), self.settings, timed=True)
 
     def _network(self, loader: DataLoader) -> LinearisedNetwork:
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "A fit is expected outside of torch.inference_mode(), since it takes derivatives, and there are none "
+                "inside. Leave it, or use torch.no_grad()."
+            )
         parallel.check_same([*self.model.parameters(), *self.model.buffers()], "The model's weights and buffers are")
         jacobian, data = self._open(loader)
-        check_hyperparameters(  # again, since they may have been set
-            prior_precision=self.prior_precision,
-            prior_mean=self.prior_mean,
-            sigma_noise=self.sigma_noise,
-            temperature=self.temperature,
-        )
+        self._check_hyperparameters()
         noise_scale = float(self._noise_scale.detach())
         if not (math.isfinite(noise_scale) and noise_scale > 0):
             raise ValueError(
@@ -244,6 +245,15 @@ class FittedNetwork(BaseFunctionalLaplace):
             shift=flatten(self._parameters()) - self.prior_mean,
             prior_mean=self.prior_mean,
             layer_sizes=self._layer_sizes(),
+        )
+
+    def _check_hyperparameters(self) -> None:
+        """Again, since they may have been set."""
+        check_hyperparameters(
+            prior_precision=self.prior_precision,
+            prior_mean=self.prior_mean,
+            sigma_noise=self.sigma_noise,
+            temperature=self.temperature,
         )
 
     def _take(self, result: NetworkFit) -> None:
@@ -286,6 +296,7 @@ class FittedNetwork(BaseFunctionalLaplace):
         """The posterior for the current prior precision, noise and temperature; kept until one of them changes."""
         kept, now = self._conditioned, (self.prior_precision.detach(), self._noise_scale.detach())
         if kept is None or not all(map(torch.equal, kept[0], now)):
+            self._check_hyperparameters()
             conditioned = self.posterior.conditioned(*now)
             self._conditioned = kept = (now[0].clone(), now[1].clone()), conditioned
         return kept[1]

@@ -38,7 +38,7 @@ class Gaussian(Likelihood):
             raise ValueError(
                 f"Gaussian with {self.num_outputs} output(s) expects y of shape (N, {self.num_outputs})"
                 f"{' or (N,)' if self.num_outputs == 1 else ''}, but got {tuple(targets.shape)}. "
-                "Set num_outputs to the number of columns of y."
+                "The network, or num_outputs, is to have as many outputs as y has columns."
             )
         return targets
 

@@ -22,7 +22,8 @@ class Softmax(Likelihood):
         if num_classes != int(num_classes) or num_classes < 2:
             raise ValueError(
                 f"Softmax expects a whole number of at least two classes, but got {num_classes}. "
-                "For two classes with a single latent function use Bernoulli()."
+                "A network needs one output for each class. For two classes with a single latent function use "
+                "Bernoulli()."
             )
         self.num_outputs = int(num_classes)
 

@@ -72,7 +72,8 @@ def estimate_cost(network: LinearisedNetwork, settings: NetworkSettings, *, time
         bytes_each = _image_bytes(jacobian, settings.cotangents)
         groups = groups_for(actions, num_data, bytes_each) * settings.cotangents
         actions = min(actions, num_data) * settings.cotangents
-        epochs = 1 / 3 + epochs_of(_looks(network, settings, outputs, num_data), settings.cotangents, rows)
+        looks = _looks(network, settings, outputs, num_data)
+        epochs = 1 / 3 + epochs_of(looks, settings.cotangents, rows)
         per_datum = 8 * num_outputs * (3 + 3 * settings.cotangents) + 2 * 4 * (MAX_FEATURES + num_outputs)
         per_datum += 3 * 8 * (DIRECTIONS_EACH + 1)  # curvature along each direction, in two orders
         of_actions = 0
@@ -95,16 +96,23 @@ def estimate_cost(network: LinearisedNetwork, settings: NetworkSettings, *, time
         cotangents = torch.ones(rows, num_outputs, 1, dtype=jacobian.dtype, device=jacobian.device)
         epoch = _seconds(lambda: jacobian.vjp(x, cotangents)) * num_data / rows
         fit_seconds = epoch * epochs / parallel.num_processes()
+        if in_groups and data.can_jump(num_data):  # group by group, in batches that may be much smaller
+            size = max(1, min(rows, looks * num_data * settings.cotangents // (rows * groups)))
+            some = next(data.chunk(x, size))
+            share = _seconds(lambda: jacobian.vjp(some, cotangents[:size])) * rows / size * num_data / rows / epoch
+            fit_seconds *= (1 / 3 + (epochs - 1 / 3) * max(1.0, share)) / epochs
         part = next(data.chunk(x, at_once))
         columns = min(actions, TIMED_COLUMNS)
-        random = torch.randn(jacobian.num_params, columns, dtype=jacobian.dtype, device=jacobian.device)
+        drawn = torch.Generator(jacobian.device)  # of its own: the user's random numbers are not ours
+        shape = (jacobian.num_params, columns)
+        numbers = torch.randn(shape, generator=drawn, dtype=jacobian.dtype, device=jacobian.device)
         num_rows = data.num_rows(part)
         with torch.no_grad():
             kept = jacobian.rows(part, num_rows)
             seconds = _seconds(lambda: jacobian.rows(part, num_rows))
             unit = torch.ones((), device=jacobian.device).expand(jacobian.num_params)
-            alone = _seconds(lambda: kept.products(random[:, :0], unit))
-            both = _seconds(lambda: kept.products(random, unit))
+            alone = _seconds(lambda: kept.products(numbers[:, :0], unit))
+            both = _seconds(lambda: kept.products(numbers, unit))
             seconds += alone + max(0.0, both - alone) * actions / columns  # rows may be written out for all columns
         predict_seconds = 1000 * seconds / num_rows
     return Cost(

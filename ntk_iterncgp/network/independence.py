@@ -32,18 +32,32 @@ def independent_columns(gram: Tensor) -> Tensor:  # (B, B) -> (B',)
     there = (gram.diagonal() > 0).nonzero()[:, 0]
     scale = gram.diagonal()[there].rsqrt()
     scaled = gram[there][:, there] * scale[:, None] * scale
-    lower, info = torch.linalg.cholesky_ex(scaled)
-    if int(info) == 0 and bool((lower.diagonal().square() > DEPENDENT).all()):
+    if _is_definite(scaled, DEPENDENT):
         return there
-    kept, lower = torch.arange(0, device=gram.device), scaled[:0, :0]
-    for block in torch.arange(len(scaled), device=gram.device).split(PIVOT_BLOCK):
+    least = DEPENDENT
+    while True:
+        kept = _kept(scaled, least)
+        if _is_definite(scaled[kept][:, kept], 0.5 * least):
+            return there[kept]
+        least *= 10  # many small pivots, one after another, have left a matrix that is not definite to rounding
+
+
+def _is_definite(matrix: Tensor, least: float) -> bool:
+    """With a Cholesky factor whose squared pivots are above `least`."""
+    lower, info = torch.linalg.cholesky_ex(matrix)
+    return int(info) == 0 and bool((lower.diagonal().square() > least).all())
+
+
+def _kept(scaled: Tensor, least: float) -> Tensor:  # (B, B) -> (B',)
+    kept, lower = torch.arange(0, device=scaled.device), scaled[:0, :0]
+    for block in torch.arange(len(scaled), device=scaled.device).split(PIVOT_BLOCK):
         cross = torch.linalg.solve_triangular(lower, scaled[kept][:, block], upper=False)
-        new, corner = _pivots(scaled[block][:, block] - cross.T @ cross)
+        new, corner = _pivots(scaled[block][:, block] - cross.T @ cross, least)
         lower = torch.cat(
             [torch.cat([lower, lower.new_zeros(len(lower), len(new))], 1), torch.cat([cross[:, new].T, corner], 1)]
         )
         kept = torch.cat([kept, block[new]])
-    return there[kept]
+    return kept
 
 
 def best_combinations(noise: Tensor, gram: Tensor, number: int) -> Tensor | None:  # R, AᵀA (B, B) -> (B, number)
@@ -61,7 +75,7 @@ def best_combinations(noise: Tensor, gram: Tensor, number: int) -> Tensor | None
     return combinations
 
 
-def _pivots(matrix: Tensor) -> tuple[Tensor, Tensor]:  # (b, b) -> (k,), (k, k)
+def _pivots(matrix: Tensor, least: float) -> tuple[Tensor, Tensor]:  # (b, b) -> (k,), (k, k)
     """Those to keep and their Cholesky factor, column by column, since what is left out must not stay in it."""
     kept: list[int] = []
     lower = torch.zeros_like(matrix)
@@ -69,7 +83,7 @@ def _pivots(matrix: Tensor) -> tuple[Tensor, Tensor]:  # (b, b) -> (k,), (k, k)
         k = len(kept)
         row = torch.linalg.solve_triangular(lower[:k, :k], matrix[kept, j, None], upper=False)[:, 0]
         pivot = float(matrix[j, j] - row @ row)
-        if pivot > DEPENDENT:
+        if pivot > least:
             lower[k, :k], lower[k, k] = row, pivot**0.5
             kept.append(j)
     k = len(kept)

@@ -289,11 +289,12 @@ def _result(progress: Progress, network: LinearisedNetwork, settings: NetworkSet
             network.noise_scale,
             each_rows(network, found.visited),
         )
-    if found.were_mended and progress.history:  # the meter was read before
-        captured = posterior.information_captured(network.prior_precision, network.noise_scale)
-        progress.history[-1] = replace(progress.history[-1], rank=posterior.rank, information_captured=captured)
+    whole = posterior
     if settings.options.max_rank is not None:
         posterior = posterior.compress(settings.options.max_rank, network.prior_precision, network.noise_scale)
+    if (found.were_mended or posterior is not whole) and progress.history:  # the meter was read before
+        captured = posterior.information_captured(network.prior_precision, network.noise_scale)
+        progress.history[-1] = replace(progress.history[-1], rank=posterior.rank, information_captured=captured)
     if network.classification:
         loss = -float(clusters.likelihood.log_prob(clusters.outputs, clusters.targets).sum())
     else:

@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from ntk_iterncgp.network.clusters import Clusters
 from ntk_iterncgp.network.linearised import LinearisedNetwork
@@ -60,16 +61,18 @@ def weight_posterior(progress: Progress, network: LinearisedNetwork) -> WeightPo
         trace_is_exact=progress.trace_is_exact,
     )
     if posterior.rank > len(images):
-        return folded(posterior)
+        return folded(posterior, network.prior_precision.detach(), network.noise_scale.detach())
     if len(clusters.passes) == 1 and not clusters.passes[0].is_complete:
         return posterior  # most images may still be zero: not worth the products of all
     return posterior.knowing(clusters.image_gram())
 
 
-def folded(posterior: WeightPosterior) -> WeightPosterior:
-    """More actions than weights as just so many: for every prior the posterior knows A R⁻¹Aᵀ alone, a P×P matrix."""
+def folded(posterior: WeightPosterior, prior_precision: Tensor, noise_scale: Tensor) -> WeightPosterior:
+    """More actions than weights as just so many: for every prior the posterior knows A R⁻¹Aᵀ alone, a P×P matrix. Of
+    so many actions some are nearly dependent, so R has the noise that stands for rounding at the prior of the fit."""
     num_params = len(posterior.images)
-    lower = torch.linalg.cholesky(posterior.noise_gram)
+    noise, _ = posterior.noise(posterior.gram(prior_precision), noise_scale)
+    lower = torch.linalg.cholesky(noise / noise_scale.double())
     whitened = torch.linalg.solve_triangular(lower, posterior.images.T.double(), upper=False)  # (B, P)
     triangle = torch.linalg.qr(whitened, mode="r").R  # TᵀT = A R⁻¹Aᵀ
     return replace(
