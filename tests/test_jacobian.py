@@ -2,11 +2,14 @@
 
 import warnings
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
+from laplace import Laplace
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from ntk_iterncgp import likelihoods
 from ntk_iterncgp.columns import Buffer, DenseColumns
@@ -465,6 +468,44 @@ def test_a_model_that_vmap_cannot_take_gives_the_same_rows_after_one_warning() -
         close(jacobian.jvp(x, normal(expected.shape[2], k)), expected @ normal(expected.shape[2], k))
 
 
+def test_what_cannot_be_vectorised_is_told_once_for_each_model() -> None:
+    x = normal(4, 3)
+    for _ in range(2):
+        model = _LooksAtValues().double()
+        with pytest.warns(UserWarning, match="cannot be vectorised over data") as told:
+            for _ in range(3):
+                Jacobian(model).rows(x, 4)
+        assert len(told) == 1
+
+
+def test_rows_taken_one_by_one_are_differentiable_in_the_inputs() -> None:
+    torch.manual_seed(0)
+    model, x = _LooksAtValues().double(), normal(3, 3)
+    jacobian = Jacobian(model)
+    jacobian._vmaps = False
+    assert not jacobian.rows(x, 3).jacobian.requires_grad
+    (found,) = torch.autograd.grad((jacobian.rows(x.requires_grad_(), 3).jacobian ** 2).sum(), x)
+    step = 1e-6 * normal(3, 3, seed=9)
+    above, below = (dense_jacobian(model, x.detach() + s).square().sum() for s in (step, -step))
+    close((found * step).sum() / step.norm(), (above - below) / (2 * step.norm()), 1e-7)
+
+
+def test_a_datum_without_a_say_of_the_weights_has_rows_of_zeros() -> None:
+    class Decided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack([row[:2] if row[0].item() > 0 else self.linear(row) for row in x])
+
+    model, x = Decided().double(), torch.cat([normal(3, 3), torch.ones(1, 3, dtype=torch.float64)])
+    with pytest.warns(UserWarning, match="cannot be vectorised over data"):
+        rows = Jacobian(model).rows(x, 4).jacobian
+    close(rows, dense_jacobian(model, x))
+    assert not rows[3].any()
+
+
 class _Recurrent(nn.Module):
     def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__()
@@ -485,8 +526,13 @@ def _normed_by_groups() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(6, 4), nn.GroupNorm(2, 4), nn.GELU(), nn.Linear(4, 2))
 
 
-@pytest.mark.filterwarnings("ignore:This model cannot be vectorised:UserWarning")
-@pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented:UserWarning")
+not_vectorised = pytest.mark.filterwarnings(
+    "ignore:This model cannot be vectorised:UserWarning",
+    "ignore:There is a performance drop because we have not yet implemented:UserWarning",
+)
+
+
+@not_vectorised
 @pytest.mark.parametrize(
     "build",
     [
@@ -514,6 +560,36 @@ def test_layers_that_torch_cannot_vectorise_or_push_forward_have_all_products(
         else:
             for k in (1, 3):
                 close(jacobian.jvp(x, normal(P, k)), expected @ normal(P, k))
+
+
+@not_vectorised
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_recurrent_layers_in_float32_have_the_products_of_float64(kind: type[nn.Module]) -> None:
+    """An LSTM in float32 has kernels of its own on a CPU, which `torch.func` refuses even for a single datum."""
+    torch.manual_seed(0)
+    model, x = _Recurrent(kind), normal(4, 3, 2)
+    dense = dense_jacobian(deepcopy(model).double(), x)
+    jacobian, V, S = Jacobian(model), normal(dense.shape[2], 3), normal(4, 2, 3)
+    tolerance = TOLERANCE[torch.float32]
+    with untouched(model):
+        close(jacobian.rows(x.float(), 4).jacobian, dense, tolerance)
+        close(jacobian.vjp_each(x.float(), S.float()), torch.einsum("bcp,bck->bkp", dense, S), tolerance)
+        close(jacobian.vjp(x.float(), S.float()), torch.einsum("bcp,bck->pk", dense, S), tolerance)
+        close(jacobian.jvp(x.float(), V.float()), dense @ V, tolerance)
+
+
+@not_vectorised
+def test_an_lstm_in_float32_has_the_posterior_of_float64() -> None:
+    torch.manual_seed(0)
+    model, x, y, new = _Recurrent(nn.LSTM), normal(12, 3, 2), torch.arange(12) % 2, normal(3, 3, 2, seed=8)
+    covariances = []
+    for dtype in (torch.float32, torch.float64):
+        la = Laplace(deepcopy(model).to(dtype), "classification", "all", "iterncgp", num_actions=12)
+        loader = DataLoader(TensorDataset(x.to(dtype), y), batch_size=5)
+        la.estimate_cost(loader)
+        la.fit(loader)
+        covariances.append(la._glm_predictive_distribution(new.to(dtype))[1])
+    close(*covariances, 1e-4)
 
 
 def test_an_error_of_the_model_is_not_taken_for_a_failure_to_vectorise() -> None:

@@ -4,13 +4,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from laplace import Laplace
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from ntk_iterncgp.priors.jacobian import Jacobian
 from ntk_iterncgp.priors.layers import LayerRows
 from ntk_iterncgp.priors.rows import DenseRows
 
 NUM_INPUTS = 3
+SHUT = 0.0  # the first input up to which some models below do not use their weights again
 
 
 class Tokens(nn.Module):
@@ -75,6 +78,18 @@ class Unused(nn.Module):
         return self.outer(h)
 
 
+class ByKeyword(Residual):
+    """Layers that are called by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last_norm = nn.LayerNorm(27)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu_(self.norm(input=self.first(input=x)))
+        return self.head(input=self.last_norm(input=self.second(input=h).flatten(1)))
+
+
 PLAIN: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (lambda: nn.Sequential(nn.Linear(4, 5), nn.ReLU(inplace=True), nn.Linear(5, 3, bias=False)), (4,)),
     "batch norm": (lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)), (4,)),
@@ -83,6 +98,7 @@ PLAIN: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "normed": (Normed, (2, 7, 5)),
     "overwritten": (Overwritten, (6, 4)),
     "unused": (Unused, (4,)),
+    "by keyword": (ByKeyword, (2, 6, 6)),
     "one output": (lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)), (4,)),
 }
 
@@ -101,6 +117,44 @@ class BehindTheBack(TwoCalls):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.outer(torch.tanh(self.inner(x)) + x @ self.inner.weight.T)
+
+
+class Shut(TwoCalls):
+    """Behind the layer's back for some data only, while the sum for the first ones is zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(torch.tanh(self.inner(x)) + torch.relu(x[:, :1] - SHUT) * (x @ self.inner.weight.T))
+
+
+class ShutAndTied(TwoCalls):
+    """The same, with weights that another layer has too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Linear(4, 4, bias=False)
+        self.again.weight = self.inner.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(torch.where(x[:, :1] > SHUT, self.again(x), torch.tanh(self.inner(x))))
+
+
+class SometimesTwice(TwoCalls):
+    """Python code that uses a weight again for some batches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, is_open = torch.tanh(self.inner(x)), x[:, :1] > SHUT
+        if bool(is_open.any()):
+            h = torch.where(is_open, x @ self.inner.weight.T, h)
+        return self.outer(h)
+
+
+class DroppedSometimes(TwoCalls):
+    """The layer is called, but its weight is used otherwise for some batches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, is_open = torch.tanh(self.inner(x)), x[:, :1] > SHUT
+        again = x @ self.inner.weight.T
+        return self.outer(again if bool(is_open.all()) else torch.where(is_open, again, h) if is_open.any() else h)
 
 
 class Skipped(TwoCalls):
@@ -243,6 +297,60 @@ def test_other_models_are_left_to_torch_func(case: str) -> None:
     check_rows(model, x, DenseRows)
 
 
+in_python = pytest.mark.filterwarnings("ignore:This model cannot be vectorised:UserWarning")
+
+
+@in_python
+@pytest.mark.parametrize("make", [Shut, ShutAndTied, SometimesTwice, DroppedSometimes])
+@pytest.mark.parametrize("at_once", [True, False], ids=["in one batch", "in a later batch"])
+def test_weights_used_again_for_some_data_only_are_left_to_torch_func(make: type[nn.Module], at_once: bool) -> None:
+    """Although rows by layers are right at the first data, which they are compared at."""
+    model, x = prepared(make, (4,))
+    x = torch.cat([x, x])
+    x[:, 0] = torch.tensor([-1.0, -1.0, -1.0, -1.0, 1.0, 1.0])
+    jacobian, expected = Jacobian(model), by_func(model, x)
+    with torch.no_grad():
+        parts = [jacobian.rows(part, len(part)) for part in ([x] if at_once else x.split(2))]
+    assert isinstance(parts[-1], DenseRows)
+    torch.testing.assert_close(torch.cat([part.jacobian for part in parts]), expected.jacobian)
+
+
+@in_python
+def test_what_a_batch_has_shown_holds_for_those_after_it() -> None:
+    model, x = prepared(SometimesTwice, (4,))
+    x[:, 0] = -1
+    jacobian = Jacobian(model)
+    with torch.no_grad():
+        assert isinstance(jacobian.rows(x, len(x)), LayerRows)
+        for some in (-x, x):
+            assert isinstance(jacobian.rows(some, len(some)), DenseRows)
+
+
+@in_python
+def test_what_a_fit_has_found_out_about_the_model_holds_for_predictions() -> None:
+    model, x = prepared(SometimesTwice, (4,))
+    x[:, 0] = torch.tensor([-1.0, -1.0, 1.0])
+    la = Laplace(model, "classification", "all", "iterncgp", num_actions=2)
+    la.fit(DataLoader(TensorDataset(x, torch.arange(NUM_INPUTS) % 2), batch_size=NUM_INPUTS))
+    assert all(isinstance(rows, DenseRows) for rows in la._rows_at(x[:2]))
+
+
+@pytest.mark.parametrize("subset", ["all", "last_layer"])
+def test_a_model_that_calls_its_layers_by_keyword_is_fitted_without_a_warning(subset: str) -> None:
+    class AsUsual(ByKeyword):
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.relu_(self.norm(self.first(x)))
+            return self.head(self.last_norm(self.second(h).flatten(1)))
+
+    covariances = []
+    for make in (ByKeyword, AsUsual):
+        model, x = prepared(make, (2, 6, 6))
+        la = Laplace(model, "classification", subset, "iterncgp", num_actions=2)
+        la.fit(DataLoader(TensorDataset(x, torch.arange(NUM_INPUTS)), batch_size=2))
+        covariances.append(la._glm_predictive_distribution(x)[1])
+    torch.testing.assert_close(*covariances)
+
+
 @pytest.mark.parametrize("frozen", ["first.weight", "first", "norm", "norm.weight", "norm.bias", "before", "head"])
 def test_a_subset_of_the_weights_has_the_rows_of_that_subset(frozen: str) -> None:
     model, x = prepared(*PLAIN["normed"])
@@ -262,6 +370,12 @@ def test_what_a_hook_makes_of_a_batch_norm_is_kept() -> None:
     torch.testing.assert_close(rows.jacobian, expected.jacobian)
 
 
+def test_what_a_hook_makes_of_an_output_is_not_taken_for_the_layer() -> None:
+    model, x = prepared(*PLAIN["mlp"])
+    model[0].register_forward_hook(lambda layer, inputs, output: 2 * output)
+    check_rows(model, x, LayerRows)
+
+
 def test_the_model_keeps_no_hook_also_after_an_exception() -> None:
     model, x = prepared(*PLAIN["residual"])
     with torch.no_grad():
@@ -276,3 +390,20 @@ def test_gradients_through_the_inputs_take_the_way_that_has_them() -> None:
     rows = Jacobian(model).rows(x.requires_grad_(), len(x))
     assert isinstance(rows, DenseRows)
     assert torch.autograd.grad(rows.covariance(torch.ones(40, dtype=torch.float64)).sum(), x)[0].abs().sum() > 0
+
+
+def test_a_model_that_sorts_its_batch_is_left_to_torch_func() -> None:
+    """The data at which rows are proven may be in order as they come."""
+
+    class Sorting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            order = x[:, 0].argsort()
+            return self.head(torch.tanh(self.first(x[order]))[order.argsort()])
+
+    model, x = prepared(Sorting, (4,))
+    x[:, 0] = torch.tensor([1.0, 2.0, 0.0])
+    check_rows(model, x, DenseRows)

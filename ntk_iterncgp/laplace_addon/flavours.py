@@ -32,6 +32,7 @@ class IterNCGPAllLaplace(IterNCGPLaplace):
         jacobian = Jacobian(self.model)
         data = FixedOrderData(loader, device=self._device, dict_key_x=self.dict_key_x, dict_key_y=self.dict_key_y)
         probe(self.model, jacobian.forward, data)
+        self._jacobian = jacobian  # what a fit finds out about the model holds for predictions too
         return jacobian, data
 
     def _rows_at(self, x: Inputs, contrasts: Tensor | None = None) -> Iterator[Rows]:
@@ -75,6 +76,9 @@ class IterNCGPLastLayerLaplace(IterNCGPLaplace):
         self._given_prior = (prior_precision, prior_mean)  # checked against the last layer once it is known
         with exclusively(model):
             copied = deepcopy(model)
+        for module in copied.modules():
+            if isinstance(module, nn.Linear):  # the extractor looks at what is given by position
+                module.register_forward_pre_hook(_by_position, with_kwargs=True)
         self.extractor = FeatureExtractor(
             copied, last_layer_name, self.enable_backprop, feature_reduction=feature_reduction
         )
@@ -149,3 +153,10 @@ class IterNCGPLastLayerLaplace(IterNCGPLaplace):
             self.extractor.set_last_layer(state_dict["last_layer_name"])
             self._take_last_layer()
         super().load_state_dict(state_dict)
+
+
+def _by_position(layer: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """What a model gives to a linear layer by keyword, as in self.head(input=x)."""
+    if inputs or "input" not in named:
+        return None
+    return (named["input"],), {name: value for name, value in named.items() if name != "input"}

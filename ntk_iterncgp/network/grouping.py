@@ -51,7 +51,7 @@ def group(
     points = torch.cat([features, size * unit.float()], 1)
     weights = weights.float() / weights.max().clamp_min(1e-300)
     labels = _kmeans(points, weights.clamp_min(1e-12), num_groups, generator)
-    total = torch.zeros(num_groups, device=labels.device).index_add_(0, labels, weights)
+    total = weights.new_zeros(num_groups).index_add_(0, labels, weights)
     counts = torch.bincount(labels, minlength=num_groups)
     order = torch.where(counts > 0, total, -1.0).argsort(descending=True)
     rank = torch.empty_like(order)
@@ -71,7 +71,7 @@ def _kmeans(points: Tensor, weights: Tensor, num_groups: int, generator: torch.G
         some, of_some = points[chosen], weights[chosen]
     for _ in range(ITERATIONS):
         labels = _nearest(some, centres)
-        mass = torch.zeros(num_groups, device=points.device).index_add_(0, labels, of_some)
+        mass = of_some.new_zeros(num_groups).index_add_(0, labels, of_some)
         sums = torch.zeros_like(centres).index_add_(0, labels, of_some[:, None] * some)
         centres = torch.where(mass[:, None] > 0, sums / mass.clamp_min(1e-38)[:, None], centres)
     return _nearest(points, centres)
@@ -79,7 +79,7 @@ def _kmeans(points: Tensor, weights: Tensor, num_groups: int, generator: torch.G
 
 def _draw(weights: Tensor, number: int, generator: torch.Generator) -> Tensor:
     """Without replacement in proportion to the weights (by exponential clocks: `multinomial` stops at 2^24 data)."""
-    clocks = torch.empty(len(weights)).exponential_(generator=generator).to(weights.device)
+    clocks = torch.empty(len(weights), dtype=torch.float32).exponential_(generator=generator).to(weights.device)
     return (weights.log() - clocks.log()).topk(number).indices
 
 
@@ -118,9 +118,10 @@ def last_features(model: nn.Module) -> Iterator[Callable[[int], Tensor | None]]:
     latest: list[Tensor] = []
     thread = threading.get_ident()  # another one may be using the model too
 
-    def remember(module: nn.Module, inputs: tuple[Inputs, ...]) -> None:
-        if threading.get_ident() == thread and inputs and isinstance(inputs[0], Tensor):
-            latest[:] = [inputs[0].detach()]
+    def remember(module: nn.Module, inputs: tuple[Inputs, ...], named: dict[str, Inputs]) -> None:
+        given = (*inputs, *named.values())  # a model may call its layers by keyword
+        if threading.get_ident() == thread and given and isinstance(given[0], Tensor):
+            latest[:] = [given[0].detach()]
 
     def features(num_rows: int) -> Tensor | None:
         if not latest or latest[0].ndim < 2 or len(latest[0]) != num_rows:
@@ -128,7 +129,8 @@ def last_features(model: nn.Module) -> Iterator[Callable[[int], Tensor | None]]:
         found = latest.pop()
         return found if found.ndim == 2 else found.flatten(1, -2).mean(1)
 
-    hooks = [m.register_forward_pre_hook(remember) for m in model.modules() if isinstance(m, nn.Linear)]
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    hooks = [module.register_forward_pre_hook(remember, with_kwargs=True) for module in linear]
     try:
         yield features
     finally:

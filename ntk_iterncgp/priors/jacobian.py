@@ -17,13 +17,14 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, jvp, vjp, vmap
 
 from ntk_iterncgp.data import Inputs, slice_rows
-from ntk_iterncgp.priors.layers import LayerRows, layer_rows, layers_of
+from ntk_iterncgp.priors.layers import LayerRows, aliases_of, layer_rows, layers_of, padding_rows
 from ntk_iterncgp.priors.rows import DenseRows, Rows
 from ntk_iterncgp.threads import FORWARD_MODE, exclusively, plain_attention
 
@@ -34,7 +35,10 @@ once take 0.5 epochs each instead of 1.25, on a CIFAR ResNet-20 2.0 instead of 1
 
 
 PROOF_ROWS = 2
-"""At how many data rows by layers are compared with reverse mode: whether they are right is a matter of the model."""
+"""At how many data rows by layers are compared with reverse mode: whether they are right is a matter of the model. That
+weights are used again for some data only is a matter of the batch, and seen in each by `layer_rows`."""
+
+_told: WeakSet[nn.Module] = WeakSet()  # which models are known not to be vectorised: once is enough
 
 
 class NetworkJacobian(ABC):
@@ -83,8 +87,8 @@ class Jacobian(NetworkJacobian):
         if not chosen:
             raise ValueError("Expected at least one parameter that requires a gradient, but all are frozen.")
         self.params = {name: value.detach() for name, value in chosen.items()}
-        self._aliases = _aliases(model, chosen)
-        self._padding = _padding_rows(model, chosen)
+        self._aliases = aliases_of(model, chosen)
+        self._padding = padding_rows(model, chosen)
         self.sizes = [value.numel() for value in self.params.values()]
         self.num_params = sum(self.sizes)
         first = next(iter(self.params.values()))
@@ -108,19 +112,25 @@ class Jacobian(NetworkJacobian):
 
     def vjp(self, x: Inputs, cotangents: Tensor) -> Tensor:  # (b, C, k) -> (P, k)
         """JᵀV summed over a batch."""
-        leaves = {name: value.requires_grad_() for name, value in self._fresh().items()}
+        leaves = self._leaves()
         with torch.enable_grad(), plain_attention():
-            outputs = self.forward(x, leaves)
-            columns = []
-            for j in range(cotangents.shape[2]):
-                gradients = torch.autograd.grad(
-                    outputs,
-                    list(leaves.values()),
-                    cotangents[:, :, j].to(outputs.dtype),
-                    retain_graph=j + 1 < cotangents.shape[2],
-                    allow_unused=True,
-                )
-                columns.append(self._flatten(gradients))
+            return self._gradients(self.forward(x, leaves), leaves, cotangents)
+
+    def _gradients(
+        self, outputs: Tensor, leaves: Mapping[str, Tensor], cotangents: Tensor, *, create_graph: bool = False
+    ) -> Tensor:  # (…), (…, k) -> (P, k)
+        """One backward pass per column, which every model has that can be trained."""
+        columns = []
+        for j in range(cotangents.shape[-1]):
+            gradients = torch.autograd.grad(
+                outputs,
+                list(leaves.values()),
+                cotangents[..., j].to(outputs.dtype),
+                retain_graph=create_graph or j + 1 < cotangents.shape[-1],
+                create_graph=create_graph,
+                allow_unused=True,
+            )
+            columns.append(self._flatten(gradients))
         return torch.stack(columns, 1) if columns else cotangents.new_zeros(self.num_params, 0)
 
     def jvp(self, x: Inputs, tangents: Tensor) -> Tensor:  # (P, k) -> (b, C, k)
@@ -143,7 +153,7 @@ class Jacobian(NetworkJacobian):
 
     def _jvp_by_reverse_mode(self, x: Inputs, tangents: Tensor) -> Tensor:  # (P, k) -> (b, C, k)
         """For operations without a forward-mode derivative: Jᵀc is linear in c, and J v is the gradient of vᵀJᵀc."""
-        leaves = {name: value.requires_grad_() for name, value in self._fresh().items()}
+        leaves = self._leaves()
         with torch.enable_grad():
             outputs = self.forward(x, leaves)
             cotangent = torch.zeros_like(outputs, requires_grad=True)
@@ -163,12 +173,17 @@ class Jacobian(NetworkJacobian):
         if self._places is None or shapes == self._shapes:
             return
         self._shapes = shapes
+        turned = torch.arange(min(PROOF_ROWS, num_rows)).flip(0)  # a model may sort its batch, and some be in order
         with torch.no_grad():
-            rows = self._rows_by_layers(some, None)
-            if rows is None or not rows.agrees_with(lambda c: self.vjp(some, c[..., None])[:, 0]):
+            if not all(map(self._are_proven, (some, slice_rows(some, turned, len(turned))))):
                 self._places = None
-            else:
-                self._numbers_per_output = -(-rows.num_numbers // rows.outputs.numel())
+
+    def _are_proven(self, x: Inputs) -> bool:
+        rows = self._rows_by_layers(x, None)
+        if rows is None or not rows.agrees_with(lambda c: self.vjp(x, c[..., None])[:, 0]):
+            return False
+        self._numbers_per_output = -(-rows.num_numbers // rows.outputs.numel())
+        return True
 
     def bytes_per_row(self, num_outputs: int) -> int:
         # Of J as a whole there are three copies: itself, what it is concatenated from, and J Λ^{-½}. By layers there is
@@ -183,18 +198,16 @@ class Jacobian(NetworkJacobian):
             found = None if self._places is None else self._rows_by_layers(x, contrasts)
             if found is not None:
                 return found
-
-        def jacobian(outputs: Callable[[dict[str, Tensor]], Tensor]) -> Tensor:  # (C, P)
-            blocks = jacrev(outputs)(self.params)
-            return torch.cat([blocks[name].flatten(1) for name in self.params], 1)
+            self._places = None  # nor for other data, so that their memory is counted as it will be
 
         with plain_attention():
-            outputs, rows = self.forward(x), self._each(jacobian, x, num_rows)
+            outputs = self.forward(x)
+            rows = self._pulled_back(x, num_rows, torch.eye(outputs.shape[1]).to(outputs))
             return DenseRows(outputs, rows if contrasts is None else contrasts.T.to(rows) @ rows)
 
     def _rows_by_layers(self, x: Inputs, contrasts: Tensor | None) -> LayerRows | None:
         assert self._places is not None
-        leaves = {name: value.requires_grad_() for name, value in self._fresh().items()}
+        leaves = self._leaves()
         source = x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else None
         with exclusively(self.model):  # it is watched by hooks
             return layer_rows(
@@ -202,42 +215,30 @@ class Jacobian(NetworkJacobian):
                 lambda: self.forward(x if source is None else source.clone(), leaves),  # a model may overwrite it
                 source,
                 self._places,
-                self.sizes,
+                leaves,
                 contrasts,
             )
 
     def vjp_each(self, x: Inputs, cotangents: Tensor) -> Tensor:  # (b, C, k) -> (b, k, P)
-        def pull_back(outputs: Callable[[dict[str, Tensor]], Tensor], block: Tensor) -> Tensor:  # (C, k) -> (k, P)
-            pulled = vmap(vjp(outputs, self.params)[1], in_dims=1)(block)[0]
-            return torch.cat([pulled[name].flatten(1) for name in self.params], 1)
-
         with torch.no_grad(), plain_attention():
-            return self._each(pull_back, x, len(cotangents), cotangents)
+            return self._pulled_back(x, len(cotangents), cotangents)
 
-    def _each(self, compute: Callable[..., Tensor], x: Inputs, num_rows: int, *extra: Tensor) -> Tensor:
-        """compute(f, …) for each datum, where f gives its outputs (C,) for given weights, with its rows of `extra`.
+    def _pulled_back(self, x: Inputs, num_rows: int, cotangents: Tensor) -> Tensor:  # -> (b, k, P)
+        """JᵀV of each datum, for its own cotangents (b, C, k) or for those of all, (C, k).
 
         All data together by `vmap`; one by one for a model that cannot be vectorised.
         """
         if self._vmaps:
             try:
-                return self._together(compute, x, num_rows, *extra)
+                return self._together(x, num_rows, cotangents)
             except RuntimeError as error:
                 if "out of memory" in str(error):
                     raise
-                warnings.warn(
-                    "This model cannot be vectorised over data (torch.func.vmap says: "
-                    f"{str(error).splitlines()[0][:120]}). Its rows are taken one by one, which is slower.",
-                    stacklevel=3,
-                )
+                _tell_once(self.model, error)
                 self._vmaps = False
-        parts = []
-        for n in range(num_rows):  # the plain sibling
-            datum = slice_rows(x, slice(n, n + 1), num_rows)
-            parts.append(compute(lambda params, datum=datum: self.forward(datum, params)[0], *(e[n] for e in extra)))
-        return torch.stack(parts)
+        return self._one_by_one(x, num_rows, cotangents)
 
-    def _together(self, compute: Callable[..., Tensor], x: Inputs, num_rows: int, *extra: Tensor) -> Tensor:
+    def _together(self, x: Inputs, num_rows: int, cotangents: Tensor) -> Tensor:
         def whole(datum: Inputs) -> Inputs:
             return datum[None]
 
@@ -250,9 +251,27 @@ class Jacobian(NetworkJacobian):
                 return kind({**shared, **{k: v[None] for k, v in datum.items()}})
 
             x = per_datum
-        return vmap(lambda datum, *more: compute(lambda params: self.forward(whole(datum), params)[0], *more))(
-            x, *extra
-        )
+
+        def pull_back(datum: Inputs, columns: Tensor) -> Tensor:  # (C, k) -> (k, P)
+            pull = vjp(lambda params: self.forward(whole(datum), params)[0], self.params)[1]
+            pulled = vmap(pull, in_dims=1)(columns)[0]
+            return torch.cat([pulled[name].flatten(1) for name in self.params], 1)
+
+        return vmap(pull_back, in_dims=(0, 0 if cotangents.ndim == 3 else None))(x, cotangents)
+
+    def _one_by_one(self, x: Inputs, num_rows: int, cotangents: Tensor) -> Tensor:
+        """Without `torch.func`, which some layers refuse even for a single datum, as an LSTM in float32 on a CPU."""
+        in_inputs = torch.is_grad_enabled() and any(value.requires_grad for value in _tensors_of(x))
+        parts = []
+        for n in range(num_rows):
+            leaves, columns = self._leaves(), cotangents[n] if cotangents.ndim == 3 else cotangents
+            with torch.enable_grad():
+                outputs = self.forward(slice_rows(x, slice(n, n + 1), num_rows), leaves)[0]
+                if outputs.requires_grad:
+                    parts.append(self._gradients(outputs, leaves, columns, create_graph=in_inputs).T)
+                else:  # no weight has a say in this datum
+                    parts.append(outputs.new_zeros(columns.shape[1], self.num_params))
+        return torch.stack(parts)
 
     # --- flat weight vectors --------------------------------------------------------------------------------------
 
@@ -269,8 +288,9 @@ class Jacobian(NetworkJacobian):
             and all(current[name].is_set_to(value) for name, value in self.params.items())
         )
 
-    def _fresh(self) -> dict[str, Tensor]:
-        return {name: value.detach() for name, value in self.params.items()}
+    def _leaves(self) -> dict[str, Tensor]:
+        """The weights, as new tensors that require gradients."""
+        return {name: value.detach().requires_grad_() for name, value in self.params.items()}
 
     def _unflatten(self, vector: Tensor) -> dict[str, Tensor]:
         """A tangent by parameter. Reverse mode holds an embedding's padding row for constant, so forward mode must."""
@@ -296,21 +316,14 @@ def as_outputs(outputs: object) -> Tensor:  # (b, C)
     return outputs if outputs.ndim == 2 else outputs[:, None]
 
 
-def _aliases(model: nn.Module, chosen: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """All places where each parameter is used. Tied weights have several; a module used twice counts once, since
-    exchanging its parameter twice would leave the exchanged one behind."""
-    places: dict[int, list[str]] = {}
-    for prefix, module in model.named_modules():
-        for name, value in module.named_parameters(prefix, recurse=False):
-            places.setdefault(id(value), []).append(name)
-    return {name: places.get(id(value), [name]) for name, value in chosen.items()}
-
-
-def _padding_rows(model: nn.Module, chosen: Mapping[str, Tensor]) -> dict[str, int]:
-    """The constant row of each embedding that has one."""
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    rows = {id(e.weight): e.padding_idx for e in embeddings if e.padding_idx is not None}
-    return {name: rows[id(value)] for name, value in chosen.items() if id(value) in rows}
+def _tell_once(model: nn.Module, error: RuntimeError) -> None:
+    if model not in _told:
+        _told.add(model)
+        warnings.warn(
+            "This model cannot be vectorised over data (torch.func.vmap says: "
+            f"{str(error).splitlines()[0][:120]}). Its rows are taken one by one, which is slower.",
+            stacklevel=4,
+        )
 
 
 def _tensors_of(x: Inputs) -> list[Tensor]:

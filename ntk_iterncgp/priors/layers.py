@@ -7,20 +7,21 @@ fresh memory for it costs half as much as computing it. Half of the time on a Re
 prediction needs.
 
 Layers of another kind, weights used twice, or activations larger than the weights: `layer_rows` says None, and
-the rows come from `torch.func`. Weights used behind a layer's back are found by `agrees_with`.
+the rows come from `torch.func`. Weights used behind a layer's back, maybe for some data only, are found in the graph of
+every batch (`_goes_round`). What else a model may do is found by `agrees_with`, at a few data.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import functional as F
 
 from ntk_iterncgp.priors.blocks import Block, Contraction, Outer, WrittenOut, patches
@@ -120,12 +121,30 @@ def _is_plain(layer: nn.Module | None, place: str) -> bool:
     return type(layer) in (nn.Linear, nn.LayerNorm)
 
 
+def aliases_of(model: nn.Module, chosen: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """All places where each parameter is used. Tied weights have several; a module used twice counts once, since
+    exchanging its parameter twice would leave the exchanged one behind."""
+    places: dict[int, list[str]] = {}
+    for prefix, module in model.named_modules():
+        for name, value in module.named_parameters(prefix, recurse=False):
+            places.setdefault(id(value), []).append(name)
+    return {name: places.get(id(value), [name]) for name, value in chosen.items()}
+
+
+def padding_rows(model: nn.Module, chosen: Mapping[str, Tensor]) -> dict[str, int]:
+    """The constant row of each embedding that has one."""
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    rows = {id(e.weight): e.padding_idx for e in embeddings if e.padding_idx is not None}
+    return {name: rows[id(value)] for name, value in chosen.items() if id(value) in rows}
+
+
 class Call(NamedTuple):
     """A layer in the forward pass."""
 
     inputs: Tensor
     shape: torch.Size  # of what came out
     edge: GradientEdge  # where the derivative by that is to be had, also if it is overwritten later
+    before: Node | None  # what made the inputs, if they have a derivative
 
 
 def layer_rows(
@@ -133,28 +152,32 @@ def layer_rows(
     forward: Callable[[], Tensor],
     source: Tensor | None,
     places: Mapping[str, tuple[str, str]],
-    sizes: list[int],
+    leaves: Mapping[str, Tensor],
     contrasts: Tensor | None = None,  # H (C, r)
 ) -> LayerRows | None:
     """The rows at the inputs that `forward` puts through the model, or None where they cannot be had this way.
 
-    `forward` is to give the model weights that require gradients, and inputs made of `source`, which requires one too;
-    None where inputs have no derivative.
+    `forward` is to give the model its weights as `leaves`, which require gradients, and inputs made of `source`, which
+    requires one too; None where inputs have no derivative.
     """
     modules = dict(model.named_modules())
     layers = {owner: modules[owner] for owner, _ in places.values()}
     calls: list[tuple[str, Call]] = []
 
-    def watch(owner: str, layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+    def watch(owner: str, layer: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> Tensor:
+        x = (*inputs, *named.values())[0]  # a model may call its layers by keyword
         if isinstance(layer, BATCH_NORMS) and not layer.training and len(layer._forward_hooks) == 1:  # this one
-            output = _affine(layer, inputs[0])
+            output = _affine(layer, x)
         if output.requires_grad:  # else the model holds this layer for constant
-            calls.append((owner, Call(inputs[0].detach(), output.shape, get_gradient_edge(output))))
+            before = get_gradient_edge(x).node if x.requires_grad else None
+            calls.append((owner, Call(x.detach(), output.shape, get_gradient_edge(output), before)))
         return output
 
     with ExitStack() as stack:
         for owner, layer in layers.items():
-            stack.callback(layer.register_forward_hook(partial(watch, owner)).remove)
+            # before other hooks, so that what these make of the output is not taken for the layer
+            hook = layer.register_forward_hook(partial(watch, owner), prepend=True, with_kwargs=True)
+            stack.callback(hook.remove)
         with torch.enable_grad():
             outputs = forward()
     (b, C), seen = outputs.shape, dict(calls)
@@ -162,6 +185,9 @@ def layer_rows(
         return None  # called twice, never, or as a constant
     if any(len(call.inputs) != b or call.shape[0] != b for call in seen.values()):
         return None
+    if _goes_round(outputs, leaves.values(), seen.values()):
+        return None
+    sizes = [leaf.numel() for leaf in leaves.values()]
     activations = sum(call.shape.numel() for owner, call in seen.items() if isinstance(layers[owner], APPLIED))
     if activations > 2 * b * sum(sizes):  # more memory than the rows themselves are granted
         return None
@@ -180,6 +206,25 @@ def layer_rows(
             kept[owner].take(c, outputs.new_zeros(seen[owner].shape))
     blocks = [kept[owner].block(place) for owner, place in places.values()]
     return LayerRows(outputs.detach(), len(cotangents), blocks, sizes)
+
+
+def _goes_round(outputs: Tensor, leaves: Iterable[Tensor], calls: Iterable[Call]) -> bool:
+    """Whether a derivative of the outputs comes to a weight by another way than through its layer.
+
+    What is in the graph counts, also if it is zero at these data: a gate that is shut here is open elsewhere.
+    """
+    weights = {get_gradient_edge(leaf).node for leaf in leaves}
+    before = {call.edge.node: call.before for call in calls}
+    ahead, visited = [outputs.grad_fn], set()
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in visited:
+            continue
+        if node in weights:
+            return True
+        visited.add(node)
+        ahead += [before[node]] if node in before else [function for function, _ in node.next_functions]
+    return False
 
 
 def _differentiate(
