@@ -122,6 +122,8 @@ class Journal:
 
 
 def read(path: Path) -> list[Event]:
+    if not path.exists():  # killed before its first word
+        return []
     return [
         (str(what), float(when), float(took)) for what, when, took in map(json.loads, path.read_text().splitlines())
     ]
