@@ -176,20 +176,16 @@ class WeightPosterior:
 
 def inner_products(left: Tensor, right: Tensor) -> Tensor:  # (p, B), (p, B′) -> (B, B′)
     """Products in the dtype of the images, whose rounding is allowed for as noise; their sum in float64."""
-    with full_precision(left.device):
-        return _inner_products(left, right)
-
-
-def _inner_products(left: Tensor, right: Tensor) -> Tensor:
     total = torch.zeros(left.shape[1], right.shape[1], dtype=torch.float64, device=left.device)
     is_symmetric = left is right
-    for one, other in zip(left.split(SLICE_ROWS), right.split(SLICE_ROWS), strict=True):
-        if not is_symmetric:
-            total += one.T @ other
-            continue
-        for start in range(0, one.shape[1], SLICE_COLUMNS):  # a triangle of blocks
-            columns = slice(start, start + SLICE_COLUMNS)
-            total[columns, start:] += one[:, columns].T @ one[:, start:]
+    with full_precision(left.device):
+        for one, other in zip(left.split(SLICE_ROWS), right.split(SLICE_ROWS), strict=True):
+            if not is_symmetric:
+                total += one.T @ other
+                continue
+            for start in range(0, one.shape[1], SLICE_COLUMNS):  # a triangle of blocks
+                columns = slice(start, start + SLICE_COLUMNS)
+                total[columns, start:] += one[:, columns].T @ one[:, start:]
     return total.triu() + total.triu(1).T if is_symmetric else total
 
 

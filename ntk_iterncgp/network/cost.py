@@ -94,13 +94,12 @@ def estimate_cost(network: LinearisedNetwork, settings: NetworkSettings, *, time
     fit_seconds = predict_seconds = None
     if timed:
         cotangents = torch.ones(rows, num_outputs, 1, dtype=jacobian.dtype, device=jacobian.device)
-        epoch = _seconds(lambda: jacobian.vjp(x, cotangents)) * num_data / rows
-        fit_seconds = epoch * epochs / parallel.num_processes()
+        epoch = in_groups_epoch = _seconds(lambda: jacobian.vjp(x, cotangents)) * num_data / rows
         if in_groups and data.can_jump(num_data):  # group by group, in batches that may be much smaller
             size = max(1, min(rows, looks * num_data * settings.cotangents // (rows * groups)))
             some = next(data.chunk(x, size))
-            share = _seconds(lambda: jacobian.vjp(some, cotangents[:size])) * rows / size * num_data / rows / epoch
-            fit_seconds *= (1 / 3 + (epochs - 1 / 3) * max(1.0, share)) / epochs
+            in_groups_epoch = max(epoch, _seconds(lambda: jacobian.vjp(some, cotangents[:size])) * num_data / size)
+        fit_seconds = (epoch / 3 + in_groups_epoch * (epochs - 1 / 3)) / parallel.num_processes()
         part = next(data.chunk(x, at_once))
         columns = min(actions, TIMED_COLUMNS)
         drawn = torch.Generator(jacobian.device)  # of its own: the user's random numbers are not ours

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 PIVOT_BLOCK = 128  # columns that are looked at one by one; all others are dealt with by products of matrices
+DEFINITE = 1e-12  # the least eigenvalue, beside ones on the diagonal: pivots alone do not tell how small it is
 DEPENDENT = 1e-6  # an action of which less than this share is new, in the metric of W⁺, is dropped
 
 
@@ -43,8 +44,8 @@ def independent_columns(gram: Tensor) -> Tensor:  # (B, B) -> (B',)
 
 
 def _is_definite(matrix: Tensor, least: float) -> bool:
-    """With a Cholesky factor whose squared pivots are above `least`."""
-    lower, info = torch.linalg.cholesky_ex(matrix)
+    """With a Cholesky factor whose squared pivots are above `least`, also after another rounding."""
+    lower, info = torch.linalg.cholesky_ex(matrix - DEFINITE * torch.eye(len(matrix)).to(matrix))
     return int(info) == 0 and bool((lower.diagonal().square() > least).all())
 
 
