@@ -22,6 +22,7 @@ from ntk_iterncgp.priors.rows import Rows
 from ntk_iterncgp.solver.factor import Factor, rounding_noise
 
 SLICE_ROWS = 2**14  # weights at a time, in sums over all of them
+NO_PART = 1e-6  # of an action, lost to rounding
 SLICE_COLUMNS = 128  # actions at a time, where half of a symmetric matrix is enough
 
 
@@ -120,16 +121,17 @@ class WeightPosterior:
         """lo ≤ log|I + W^{½}KW^{½}| ≤ hi, differentiable in both arguments."""
         precision = self.precision_of_weights(prior_precision)
         trace = (self.curvature_diagonal / precision).sum() / noise_scale
-        free: float = self.curvature_rank - self.rank
+        free = self.curvature_rank - self.rank
         if self.rank:
             gram = self.gram(prior_precision)
             noise, rounding = self.noise(gram, noise_scale)
             root = torch.linalg.cholesky(noise)
             half = torch.linalg.solve_triangular(root, gram, upper=False)
             whitened = torch.linalg.solve_triangular(root, half.T, upper=False)
-            # An action of which rounding leaves no more than half is as good as none.
-            inverse = torch.linalg.solve_triangular(root.detach(), torch.eye(self.rank).to(root), upper=False)
-            free += min(self.rank, 2 * rounding * float(inverse.square().sum()))
+            # Where rounding takes a part of the actions, what is missing may also be in their span: |I + Y + Z| is at
+            # most |I + Y| |I + Z|, and Z has the rank of W.
+            if rounding * float(torch.cholesky_inverse(root.detach()).trace()) > NO_PART:
+                free = self.curvature_rank
             gamma = torch.linalg.eigvalsh(0.5 * (whitened + whitened.T)).clamp_min(0)
             lower, captured = torch.log1p(gamma).sum(), gamma.sum()
         else:
