@@ -317,7 +317,7 @@ def test_reward_modeling_is_refused(subset: str) -> None:
     ("settings", "message"),
     [
         ({"mean": "mode"}, "mean expects 'network' or 'refined', but got 'mode'"),
-        ({"policy": "magic"}, "policy expects one of 'unit'.*got 'magic'"),
+        ({"policy": "magic"}, "policy expects one of 'unit'.* 'clusters', .*got 'magic'"),
         ({"compression": "zip"}, r"compression expects one of .*got 'zip'"),
         ({"max_rank": 0}, "max_rank expects None or a whole number"),
         ({"num_actions": 0}, "expects a whole number of at least 1, but got 0"),

@@ -112,7 +112,7 @@ class FittedNetwork(BaseFunctionalLaplace):
             max_products = max(1, int(min(num_actions, (max_epochs - 1 / 3) / PRODUCT_EPOCHS)))
         self.settings = NetworkSettings(
             mean=mean,
-            policy=None if in_groups else resolve_policy(policy),
+            policy=None if in_groups else resolve_policy(policy, others=[CLUSTERS]),
             num_actions=num_actions,
             cotangents=whole_number("cotangents", cotangents, at_least=1),
             max_epochs=max_epochs,

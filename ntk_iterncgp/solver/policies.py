@@ -10,7 +10,7 @@ What a policy returns need be neither orthogonal nor normalised, nor new: the so
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -93,12 +93,12 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 }
 
 
-def resolve_policy(policy: str | Policy) -> Policy:
-    """A policy by name, or the callable itself."""
+def resolve_policy(policy: str | Policy, *, others: Sequence[str] = ()) -> Policy:
+    """A policy by name, or the callable itself. `others` are names that the caller knows beside these."""
     if callable(policy):
         return policy
     if not isinstance(policy, str) or policy not in POLICIES:
-        names = ", ".join(repr(name) for name in POLICIES)
+        names = ", ".join(repr(name) for name in (*POLICIES, *others))
         raise ValueError(
             f"policy expects one of {names}, or a callable from a state to actions (n, k); got {policy!r}."
         )
