@@ -3,6 +3,7 @@
 import gc
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ntk_iterncgp.network import cost as cost_module
+from ntk_iterncgp.network import timing
+from ntk_iterncgp.network.clusters import Clusters
 from ntk_iterncgp.network.cost import activation_bytes
 from ntk_iterncgp.priors.jacobian import Jacobian
 from tests.clusters_helpers import joint_variance, make_net
@@ -105,12 +108,38 @@ def test_the_cost_of_what_does_not_fit_is_told_without_making_it(monkeypatch: py
 
     def randn(*shape: Any, **settings: Any) -> torch.Tensor:
         made = original(*shape, **settings)
-        sizes.append(made.shape[-1])
+        sizes.append(made.numel())
         return made
 
-    monkeypatch.setattr(cost_module.torch, "randn", randn)
+    monkeypatch.setattr(timing.torch, "randn", randn)
+    monkeypatch.setattr(timing, "SLICE_ROWS", 4)
+    monkeypatch.setattr(timing, "SLICE_COLUMNS", 3)
     cost = la.estimate_cost(loader)
-    assert cost.predict_seconds is not None and max(sizes) == cost_module.TIMED_COLUMNS
+    assert cost.predict_seconds is not None and max(sizes) == timing.TIMED_COLUMNS * cost.num_params
+
+
+@pytest.mark.parametrize("num_data", [60, 1500])
+def test_the_seconds_told_are_those_of_batches_as_small_as_groups(
+    num_data: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With few data for each group most of a fit is the number of its batches, however few data each of them holds."""
+    net = make_net(2, num_data=num_data)
+    loader = DataLoader(TensorDataset(net.x, net.y), batch_size=50)
+    la = net.laplace(num_actions=20, cotangents=1)
+    monkeypatch.setattr(timing, "_matrix_seconds", lambda plan, jacobian: 0.0)
+    monkeypatch.setattr(timing, "seconds_of", lambda work: 1.0)  # every batch, whatever its size
+    told = la.estimate_cost(loader).fit_seconds
+    batches: list[int] = []
+    original = Clusters.sweep
+
+    def sweep(self: Clusters, *arguments: Any) -> Iterator[int]:
+        for size in original(self, *arguments):
+            batches.append(size)
+            yield size
+
+    monkeypatch.setattr(Clusters, "sweep", sweep)
+    la.fit(loader)
+    assert told == pytest.approx(num_data / 50 / 3 + len(batches), rel=0.15)
 
 
 def test_a_fit_that_cannot_fit_is_refused_with_the_table_and_leaves_what_was_there(

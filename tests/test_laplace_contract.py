@@ -124,6 +124,17 @@ def test_flat_targets_and_columns_of_targets_are_the_same(subset: str) -> None:
 
 
 @subsets
+def test_a_fit_where_there_are_no_derivatives_says_so(subset: str) -> None:
+    case = BY_NAME["mlp"]
+    model = case.model()
+    sentence = r"outside of torch\.inference_mode\(\)"
+    with untouched(model), pytest.raises(RuntimeError, match=sentence), torch.inference_mode():
+        fitted(case, subset, model=model)
+    with torch.no_grad():  # which is no obstacle
+        assert fitted(case, subset, model=model).report_.rank > 0
+
+
+@subsets
 def test_a_mapping_without_targets_can_be_predicted(subset: str) -> None:
     case = BY_NAME["mapping"]
     la, x = fitted(case, subset), case.new_inputs()

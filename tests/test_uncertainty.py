@@ -56,6 +56,8 @@ def test_the_link_is_deterministic_and_leaves_random_numbers_alone() -> None:
     close(first.sum(1), torch.ones(len(x), dtype=torch.float64), 1e-12)
     close(la(x[2:3], link_approx="quasi"), first[2:3], 1e-12)
     assert not torch.equal(la(x, link_approx="quasi", n_samples=64), first)
+    with pytest.raises(ValueError, match=r"n_samples expects .* but got 0"):
+        la(x, link_approx="quasi", n_samples=0)
 
 
 @pytest.mark.parametrize("subset", ["all", "last_layer"])
@@ -237,6 +239,8 @@ def test_attribution_says_where_it_cannot_answer() -> None:
     for other in (loaded, compressed, by_products, fitted(case, max_rank=3)):
         with pytest.raises(RuntimeError, match=sentence):
             other.attribution(x)
+    with pytest.raises(ValueError, match="at least one input"):
+        la.attribution(x[:0])
     with torch.no_grad():
         la.model[0].weight.add_(1)
     with pytest.raises(RuntimeError, match="weights it was fitted with"):

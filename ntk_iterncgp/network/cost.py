@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,16 +10,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ntk_iterncgp import parallel
 from ntk_iterncgp.data import Inputs
 from ntk_iterncgp.memory import available_bytes, mebibytes, require_memory
-from ntk_iterncgp.network.directions import DIRECTIONS_EACH, worth_looking
-from ntk_iterncgp.network.grouping import MAX_FEATURES, groups_for
+from ntk_iterncgp.network.directions import DIRECTIONS_EACH
+from ntk_iterncgp.network.grouping import MAX_FEATURES
 from ntk_iterncgp.network.linearised import PRODUCT_EPOCHS, Budget, LinearisedNetwork, NetworkFit, NetworkSettings
 from ntk_iterncgp.network.passes import epochs_of
+from ntk_iterncgp.network.plan import Plan, image_bytes, number_bytes
+from ntk_iterncgp.network.timing import fit_seconds, prediction_seconds
 from ntk_iterncgp.priors.jacobian import JVP_COLUMNS, Jacobian, NetworkJacobian
 
-TIMED_COLUMNS = 16  # of the actions, when a prediction is timed: all of them may not fit in memory
 KEEP_BYTES = 2**30
 WORKSPACE_BYTES = 64 * 2**20  # what PyTorch takes beside the arrays counted here
 
@@ -58,75 +56,45 @@ class Cost:
 
 def estimate_cost(network: LinearisedNetwork, settings: NetworkSettings, *, timed: bool) -> Cost:
     """Counted from sizes; the first batch is timed if asked, and looked at in any case."""
-    jacobian, data = network.jacobian, network.data
-    x, _ = next(data.batches())
-    with torch.no_grad():
-        outputs = jacobian.forward(x)
-    rows, num_outputs = outputs.shape
-    num_data = data.num_data(rows)
-    in_groups = settings.policy is None
-    per_number = torch.empty(0, dtype=jacobian.dtype).element_size()
-    actions = groups = settings.num_actions
-    activations = activation_bytes(jacobian, x)
-    if in_groups:
-        bytes_each = _image_bytes(jacobian, settings.cotangents)
-        groups = groups_for(actions, num_data, bytes_each) * settings.cotangents
-        actions = min(actions, num_data) * settings.cotangents
-        looks = _looks(network, settings, outputs, num_data)
-        epochs = 1 / 3 + epochs_of(looks, settings.cotangents, rows)
-        per_datum = 8 * num_outputs * (3 + 3 * settings.cotangents) + 2 * 4 * (MAX_FEATURES + num_outputs)
-        per_datum += 3 * 8 * (DIRECTIONS_EACH + 1)  # curvature along each direction, in two orders
-        of_actions = 0
-    else:
-        epochs = 1 / 3 + PRODUCT_EPOCHS * actions
-        per_datum = 8 * num_outputs * 8
-        of_actions = 2 * per_number * num_outputs * num_data * actions  # S and T
-    if timed:
-        jacobian.prepare(x, rows)
-    at_once = max(1, min(rows, settings.chunk_bytes // jacobian.bytes_per_row(num_outputs)))
-    for_rows = at_once * (jacobian.bytes_per_row(num_outputs) + 2 * num_outputs * activations // rows)
-    images = _image_bytes(jacobian, actions)
-    # A backward pass holds gradients beside activations; rows of J are taken at another time than sweeps are made.
-    sweep = 2 * activations if in_groups else (1 + JVP_COLUMNS) * activations  # as many tangents beside each other
-    fixed_bytes = max(sweep, for_rows) + WORKSPACE_BYTES + num_data * per_datum + 6 * 8 * jacobian.num_params
-    of_groups = _image_bytes(jacobian, groups) + 5 * 8 * groups**2 if groups > actions else 0
-    fit_bytes = fixed_bytes + images + of_actions + 5 * 8 * actions**2 + of_groups
-    fit_seconds = predict_seconds = None
-    if timed:
-        cotangents = torch.ones(rows, num_outputs, 1, dtype=jacobian.dtype, device=jacobian.device)
-        epoch = in_groups_epoch = _seconds(lambda: jacobian.vjp(x, cotangents)) * num_data / rows
-        if in_groups and data.can_jump(num_data):  # group by group, in batches that may be much smaller
-            size = max(1, min(rows, looks * num_data * settings.cotangents // (rows * groups)))
-            some = next(data.chunk(x, size))
-            in_groups_epoch = max(epoch, _seconds(lambda: jacobian.vjp(some, cotangents[:size])) * num_data / size)
-        fit_seconds = (epoch / 3 + in_groups_epoch * (epochs - 1 / 3)) / parallel.num_processes()
-        part = next(data.chunk(x, at_once))
-        columns = min(actions, TIMED_COLUMNS)
-        drawn = torch.Generator(jacobian.device)  # of its own: the user's random numbers are not ours
-        shape = (jacobian.num_params, columns)
-        numbers = torch.randn(shape, generator=drawn, dtype=jacobian.dtype, device=jacobian.device)
-        num_rows = data.num_rows(part)
-        with torch.no_grad():
-            kept = jacobian.rows(part, num_rows)
-            seconds = _seconds(lambda: jacobian.rows(part, num_rows))
-            unit = torch.ones((), device=jacobian.device).expand(jacobian.num_params)
-            alone = _seconds(lambda: kept.products(numbers[:, :0], unit))
-            both = _seconds(lambda: kept.products(numbers, unit))
-            seconds += alone + max(0.0, both - alone) * actions / columns  # rows may be written out for all columns
-        predict_seconds = 1000 * seconds / num_rows
+    jacobian, plan = network.jacobian, Plan.of(network, settings, prepared=timed)
+    fixed, of_actions = _fixed_bytes(plan, jacobian), _action_bytes(plan, jacobian)
     return Cost(
-        num_data,
+        plan.num_data,
         jacobian.num_params,
-        actions,
-        epochs,
-        fit_seconds,
-        predict_seconds,
-        fit_bytes,
-        settings.chunk_bytes + WORKSPACE_BYTES + 2 * images,
+        plan.actions,
+        plan.epochs,
+        fit_seconds(plan, network) if timed else None,
+        1000 * prediction_seconds(plan, network) if timed else None,
+        fixed + of_actions,
+        settings.chunk_bytes + WORKSPACE_BYTES + 2 * image_bytes(jacobian, plan.actions),
         available_bytes(jacobian.device),
-        fixed_bytes + of_groups,
-        (images + of_actions + 5 * 8 * actions**2) // actions,
+        fixed,
+        of_actions // plan.actions,
     )
+
+
+def _fixed_bytes(plan: Plan, jacobian: NetworkJacobian) -> int:
+    """What a fit takes whatever the number of actions."""
+    activations, C, q = activation_bytes(jacobian, plan.x), plan.num_outputs, plan.cotangents
+    for_rows = plan.at_once * (jacobian.bytes_per_row(C) + 2 * C * activations // plan.rows)
+    of_groups = 0
+    if plan.in_groups:
+        sweep = 2 * activations  # gradients beside them
+        per_datum = 8 * C * (3 + 3 * q) + 2 * 4 * (MAX_FEATURES + C)
+        per_datum += 3 * 8 * (DIRECTIONS_EACH + 1)  # curvature along each direction, in two orders
+        if plan.groups > plan.actions:
+            of_groups = image_bytes(jacobian, plan.groups) + 5 * 8 * plan.groups**2
+    else:
+        sweep = (1 + JVP_COLUMNS) * activations  # as many tangents beside each other
+        per_datum = 8 * C * 8
+    # Rows of J are taken at another time than sweeps are made.
+    return max(sweep, for_rows) + WORKSPACE_BYTES + plan.num_data * per_datum + 6 * 8 * jacobian.num_params + of_groups
+
+
+def _action_bytes(plan: Plan, jacobian: NetworkJacobian) -> int:
+    """What all actions take: their images, small matrices, and S and T where they are vectors over the data."""
+    in_outputs = 0 if plan.in_groups else 2 * plan.num_outputs * plan.num_data * plan.actions * number_bytes(jacobian)
+    return image_bytes(jacobian, plan.actions) + 5 * 8 * plan.actions**2 + in_outputs
 
 
 def check_memory(cost: Cost) -> int:
@@ -161,19 +129,6 @@ def check_memory_to_refine(
     return cost.fixed_bytes + needed
 
 
-def _looks(network: LinearisedNetwork, settings: NetworkSettings, outputs: Tensor, num_data: int) -> int:
-    """How often data of the first batch are looked at, if it is a sample of all."""
-    if settings.num_actions >= num_data or not bool(torch.isfinite(outputs).all()):
-        return len(outputs)
-    likelihood = network.likelihood(outputs, 1.0).for_prior_variance(1e20)
-    share = settings.num_actions * len(outputs) // num_data
-    return len(worth_looking(likelihood, outputs.double(), settings.cotangents, share, torch.Generator())[0])
-
-
-def _image_bytes(jacobian: NetworkJacobian, actions: int) -> int:
-    return actions * jacobian.num_params * torch.empty(0, dtype=jacobian.dtype).element_size()
-
-
 def activation_bytes(jacobian: NetworkJacobian, x: Inputs) -> int:
     """What a forward pass over a batch keeps for its backward pass, beside inputs and weights."""
     if not isinstance(jacobian, Jacobian):
@@ -196,15 +151,3 @@ def activation_bytes(jacobian: NetworkJacobian, x: Inputs) -> int:
         outputs = jacobian.forward(x, leaves)
     del outputs
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    """The smaller of two runs: the first may load what later ones find loaded."""
-    least = math.inf
-    for _ in range(2):
-        started = time.perf_counter()
-        work()
-        if torch.cuda.is_available():  # a GPU returns before it has done the work
-            torch.cuda.synchronize()
-        least = min(least, time.perf_counter() - started)
-    return least

@@ -96,8 +96,11 @@ def group_batches(labels: Tensor, missing: Tensor, batch_size: int) -> list[Tens
 
 def padded(items: Tensor, batch_size: int) -> Tensor:
     """Filled up with copies to a multiple of `PADDING`: convolutions are prepared anew for every size of a batch."""
-    size = max(len(items), min(batch_size, -(-len(items) // PADDING) * PADDING))
-    return torch.cat([items, items[:1].expand(size - len(items))])
+    return torch.cat([items, items[:1].expand(padded_size(len(items), batch_size) - len(items))])
+
+
+def padded_size(size: int, batch_size: int) -> int:
+    return max(size, min(batch_size, -(-size // PADDING) * PADDING))
 
 
 def missing_items(data: FixedOrderData, rows: Tensor, swept: Tensor) -> Iterator[tuple[Tensor, Inputs]]:
