@@ -132,8 +132,9 @@ class WeightPosterior:
             # most |I + Y| |I + Z|, and Z has the rank of W.
             if rounding * float(torch.cholesky_inverse(root.detach()).trace()) > NO_PART:
                 free = self.curvature_rank
-            gamma = torch.linalg.eigvalsh(0.5 * (whitened + whitened.T)).clamp_min(0)
-            lower, captured = torch.log1p(gamma).sum(), gamma.sum()
+            one = torch.eye(self.rank, dtype=torch.float64, device=gram.device)
+            lower = 2 * torch.linalg.cholesky(one + 0.5 * (whitened + whitened.T)).diagonal().log().sum()
+            captured = whitened.trace()
         else:
             lower = captured = torch.zeros((), dtype=torch.float64, device=self.images.device)
         missing = (trace - captured).clamp_min(0)
@@ -163,9 +164,10 @@ class WeightPosterior:
         contraction = root.T @ self.gram(prior_precision) @ root
         mean = root.T @ self.right_hand_side[:, None]
         u = mean / mean.norm().clamp_min(1e-300)
-        deflate = torch.eye(self.rank, dtype=u.dtype, device=u.device) - u @ u.T
+        along = contraction @ u
+        deflated = contraction - u @ along.T - along @ u.T + (u.T @ along) * (u @ u.T)  # beside u
         keep = max_rank - int(float(mean.norm()) > 0)
-        top = torch.linalg.eigh(deflate @ contraction @ deflate).eigenvectors[:, self.rank - keep :]
+        top = torch.linalg.eigh(deflated).eigenvectors[:, self.rank - keep :]
         combined = top if keep == max_rank else torch.cat([u, top], 1)
         Q = torch.linalg.qr(root @ combined).Q
         return replace(

@@ -41,7 +41,7 @@ from ntk_iterncgp.data import FixedOrderData, slice_rows
 from ntk_iterncgp.likelihoods import Likelihood
 from ntk_iterncgp.network.directions import along, next_directions, worth_looking
 from ntk_iterncgp.network.grouping import group, groups_for
-from ntk_iterncgp.network.independence import best_combinations, block_matrix, independent_columns
+from ntk_iterncgp.network.independence import best_combinations, block_matrix, combined_gram, independent_columns
 from ntk_iterncgp.network.passes import (
     Pass,
     checksum_vector,
@@ -62,7 +62,7 @@ class Actions:
     """The actions made of what had been swept at some time."""
 
     swept: list[int]  # how much that was, of each pass
-    combinations: Tensor | None  # of the groups' actions (all groups, all actions); None: each by itself
+    combinations: list[Tensor | None]  # of the groups' actions (groups, actions), pass by pass; None: each by itself
     images: list[Tensor]  # A, pass by pass
     noise_gram: Tensor  # R (B, B), between those kept
     kept: Tensor  # which of all are independent (B,)
@@ -80,6 +80,7 @@ class Clusters:
     passes: list[Pass] = field(default_factory=list)
     noise_blocks: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # of R, between complete passes
     gram_blocks: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # of AᵀA
+    combined: dict[int, tuple[Tensor | None, Tensor]] = field(default_factory=dict)  # complete passes, and their images
     latest: Actions | None = None
 
     def __post_init__(self) -> None:
@@ -93,6 +94,7 @@ class Clusters:
             passes=list(self.passes),
             noise_blocks=dict(self.noise_blocks),
             gram_blocks=dict(self.gram_blocks),
+            combined=dict(self.combined),
             latest=None,
         )
 
@@ -230,10 +232,9 @@ class Clusters:
 
     def image_gram(self) -> Tensor:  # (B, B)
         """AᵀA of the actions that are in the posterior."""
-        found, gram = self._actions(), self._gram()
-        if found.combinations is not None:
-            gram = found.combinations.T @ gram @ found.combinations
-        return gram[found.kept][:, found.kept]
+        found = self._actions()
+        gram = combined_gram(self._gram(), self._sizes(), found.combinations)
+        return gram if len(found.kept) == len(gram) else gram[found.kept][:, found.kept]
 
     def _gram(self) -> Tensor:  # (all groups, all groups)
         """AᵀA of the groups. After a further pass only what is new of it is computed."""
@@ -250,6 +251,7 @@ class Clusters:
         """What was made of the images, which are others now; and small matrices."""
         self.gram_blocks.clear()
         self.noise_blocks.clear()
+        self.combined.clear()
         self.latest = None
 
     def _directions(self) -> list[tuple[Pass, Tensor]]:
@@ -283,40 +285,38 @@ class Clusters:
     def combinations(self) -> Tensor:  # (all groups, B)
         """Of the groups' actions, those that are in the posterior."""
         found = self._actions()
-        if found.combinations is not None:
-            return found.combinations[:, found.kept]
-        number = sum(len(done.images) for done in self.passes)
-        return torch.eye(number, dtype=torch.float64, device=found.kept.device)[:, found.kept]
+        pairs = zip(self.passes, found.combinations, strict=True)
+        blocks = [torch.eye(len(done.images)).to(found.noise_gram) if best is None else best for done, best in pairs]
+        return torch.block_diag(*blocks)[:, found.kept]
 
     def _actions(self) -> Actions:
         swept = [int(done.swept.sum()) for done in self.passes]
         if self.latest is None or self.latest.swept != swept:
-            gram, images = self.noise_gram(), [done.images for done in self.passes]
-            blocks: list[Tensor] = []
-            combinations = None
-            for i, done in enumerate(self.passes):
-                start = sum(map(len, blocks))
-                own = gram[start : start + len(done.images), start : start + len(done.images)]
-                best = self._best(i, own)
-                blocks.append(torch.eye(len(own), dtype=gram.dtype, device=gram.device) if best is None else best)
-                if best is not None:
-                    images[i] = best.T.to(images[i].dtype) @ images[i]
-            if any(len(block.T) < len(block) for block in blocks):
-                combinations = torch.block_diag(*blocks)
-                gram = combinations.T @ gram @ combinations
+            gram, sizes, found = self.noise_gram(), self._sizes(), []
+            for i, own in enumerate(gram.split(sizes)):
+                found.append(self._combined(i, own.split(sizes, 1)[i]))
+            combinations, images = map(list, zip(*found, strict=True))
+            gram = combined_gram(gram, sizes, combinations)
             kept = independent_columns(gram)
-            self.latest = Actions(swept, combinations, images, gram[kept][:, kept], kept)
+            gram = gram if len(kept) == len(gram) else gram[kept][:, kept]
+            self.latest = Actions(swept, combinations, images, gram, kept)
         return self.latest
 
-    def _best(self, index: int, noise: Tensor) -> Tensor | None:  # R (B_i, B_i) -> (B_i, num_kept)
-        """What to keep of one pass; None: the actions of its groups, as also while they are swept."""
+    def _sizes(self) -> list[int]:
+        return [len(done.images) for done in self.passes]
+
+    def _combined(self, index: int, noise: Tensor) -> tuple[Tensor | None, Tensor]:  # R (B_i, B_i)
+        """What to keep of one pass, and its images; None: the actions of its groups, as also while they are swept."""
         done = self.passes[index]
         if done.num_kept is None or not done.is_complete:
-            return None
-        if (index, index) not in self.gram_blocks:
-            images = done.images.T
-            self.gram_blocks[index, index] = inner_products(images, images)
-        return best_combinations(noise, self.gram_blocks[index, index], done.num_kept)
+            return None, done.images
+        if index not in self.combined:
+            if (index, index) not in self.gram_blocks:
+                images = done.images.T
+                self.gram_blocks[index, index] = inner_products(images, images)
+            best = best_combinations(noise, self.gram_blocks[index, index], done.num_kept)
+            self.combined[index] = best, done.images if best is None else best.T.to(done.images.dtype) @ done.images
+        return self.combined[index]
 
     def spread(self, contributions: Tensor) -> Tensor:  # (b, all groups) -> (b, N)
         """What belongs to groups, given to their data in proportion to uᵀWu, of which each action has 1 in all."""

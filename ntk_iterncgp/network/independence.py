@@ -27,6 +27,18 @@ def block_matrix(
     return torch.cat([torch.cat([found[i, j] for j in range(len(complete))], 1) for i in range(len(complete))])
 
 
+def combined_gram(gram: Tensor, sizes: list[int], combinations: list[Tensor | None]) -> Tensor:
+    """Between combinations of the groups of each pass, (groups, actions), instead of the groups; None: as they are."""
+    if all(best is None for best in combinations):
+        return gram
+
+    def of_rows(matrix: Tensor) -> Tensor:
+        parts = zip(matrix.split(sizes), combinations, strict=True)
+        return torch.cat([part if best is None else best.T @ part for part, best in parts])
+
+    return of_rows(of_rows(gram).T)
+
+
 def independent_columns(gram: Tensor) -> Tensor:  # (B, B) -> (B',)
     """Which columns to keep so that their Gram matrix is safely positive definite: none that is empty, and none of
     which the squared pivot of a Cholesky factor says that it is nearly in the span of those kept before it."""
