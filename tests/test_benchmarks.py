@@ -15,6 +15,7 @@ from benchmarks import (
     one_epoch,
     peers,
     scaling,
+    shares,
     soak,
     solver,
     when_it_helps,
@@ -240,3 +241,16 @@ def test_a_soak_fails_where_a_killed_run_ends_with_other_bits(code: int, monkeyp
         return
     with pytest.raises(AssertionError, match="but it did not"):
         soak.kill_and_resume(3)
+
+
+def test_shares_are_set_beside_the_best_that_so_many_actions_could_get(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shares, "TRAINING", 200)
+    file = tmp_path / "shares.json"
+    shares.main(["--quick", "--json", str(file)])
+    (figures,) = json.loads(file.read_text()).values()
+    assert figures["best"] == sorted(figures["best"]) and figures["ours"] == sorted(figures["ours"])
+    for ours, best in zip(figures["ours"], figures["best"], strict=True):
+        assert 0.8 * best < ours < 100.01 and best < 100.01
+    assert len(capsys.readouterr().out.splitlines()) == 4

@@ -172,6 +172,24 @@ def test_few_actions_get_most_of_the_exact_contraction_on_digits(hidden: int, ac
     assert all(shares[B] >= least for B, least in SHARES.items()), shares
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_more_actions_than_data_say_more_than_as_many(seed: int) -> None:
+    """There are several directions of each datum to spend them on, and so many epochs as that takes are told before."""
+    net = make_net(seed, num_data=20, num_outputs=6, width=8, scale=1.0)
+    x = net.near_and_far()
+    exact, variances = net.exact(x), []
+    for B in (19, 20, 40, 80):
+        la = net.laplace(num_actions=B)
+        told = la.estimate_cost(net.loader())
+        la.fit(net.loader())
+        assert 0.8 * B <= la.report_.rank <= B == told.num_actions
+        assert la.report_.epochs == pytest.approx(told.epochs, rel=0.1)
+        variances.append(float(joint_variance(la, x).trace()))
+        not_below(joint_variance(la, x), exact)
+    assert variances[1] <= variances[0] + 1e-9
+    assert variances[2] < 0.95 * variances[1] and variances[3] < variances[2]
+
+
 @dtypes
 @pytest.mark.parametrize("cotangents", [1, 2])
 def test_combinations_of_many_groups_say_more_than_as_many_groups(dtype: torch.dtype, cotangents: int) -> None:
@@ -386,12 +404,12 @@ def test_directions_are_orthogonal_in_the_curvature_and_their_parts_of_it_add_up
 def test_directions_go_where_the_curvature_is() -> None:
     """An undecided datum may have several, another none, and what is next to nothing is left out below the limit."""
     parts = torch.tensor([[0.5, 0.4, 0.3], [0.6, 0.1, 0.0], [0.2, 0.1, 0.1], [0.15, 0.1, 0.01]])
-    rows, directions = most_curved(parts, 4)
+    rows, directions = most_curved(parts, 4, 4)
     assert list(zip(rows.tolist(), directions.tolist(), strict=True)) == [(0, 0), (0, 1), (0, 2), (1, 0)]
     decided = torch.cat([parts[:2], 1e-6 * parts[2:].repeat(4, 1)])
-    rows, directions = most_curved(decided, 10)
+    rows, directions = most_curved(decided, 10, 10)
     assert list(zip(rows.tolist(), directions.tolist(), strict=True)) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
-    rows, directions = most_curved(torch.ones(5, 3), 2)  # all are alike
+    rows, directions = most_curved(torch.ones(5, 3), 2, 5)  # all are alike
     assert rows.tolist() == list(range(5)) and directions.tolist() == [0] * 5
 
 

@@ -39,7 +39,7 @@ from torch import Tensor
 from ntk_iterncgp import parallel
 from ntk_iterncgp.data import FixedOrderData, slice_rows
 from ntk_iterncgp.likelihoods import Likelihood
-from ntk_iterncgp.network.directions import along, next_directions, worth_looking
+from ntk_iterncgp.network.directions import along, has_choice, next_directions, worth_looking
 from ntk_iterncgp.network.grouping import group, groups_for
 from ntk_iterncgp.network.independence import best_combinations, block_matrix, combined_gram, independent_columns
 from ntk_iterncgp.network.passes import (
@@ -135,7 +135,7 @@ class Clusters:
         """Group the data for the next directions, so many of each. `like` gives the dtype and device of the images. If
         `max_epochs` are not enough for all of the pass, its groups are the actions: there will be no combining them."""
         num_groups, num_kept = num_actions, None
-        if not self.passes and num_actions < len(self.outputs):
+        if not self.passes and has_choice(self.likelihood, number, num_actions, len(self.outputs)):
             rows, directions = worth_looking(self.likelihood, self.outputs, number, num_actions, self.generator)
             if max_epochs is None or epochs_of(len(rows), number, len(self.outputs)) <= max_epochs + 1e-9:
                 num_groups = groups_for(num_actions, len(rows), number * num_params * like.element_size())

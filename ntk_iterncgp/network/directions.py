@@ -45,6 +45,12 @@ def along(likelihood: Likelihood, outputs: Tensor, u: Tensor) -> Tensor:  # (m, 
     return torch.where(noise > 0, curved.square().sum(1) / noise.clamp_min(1e-300), 0.0)
 
 
+def has_choice(likelihood: Likelihood, number: int, num_actions: int, num_data: int) -> bool:
+    """Whether the first pass may look where the curvature is. Not where there is an action for each datum and nothing
+    else to choose: then all data are looked at."""
+    return num_actions < num_data or (number == 1 and likelihood.curvature_rank > 1)
+
+
 def worth_looking(
     likelihood: Likelihood, outputs: Tensor, number: int, num_actions: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:  # (m,), (number, m, C)
@@ -55,25 +61,25 @@ def worth_looking(
         traces = curvature_traces(
             lambda some, block: likelihood.curvature(outputs[some], block), num_data, outputs.shape[1], outputs.device
         )
-        rows, _ = most_curved(traces[:, None], num_data)
+        rows, _ = most_curved(traces[:, None], num_data, num_data)
         return rows, next_directions(likelihood, outputs, 0, number, generator)[:, rows]
     each = min(likelihood.curvature_rank, DIRECTIONS_EACH)
     parts = [along(likelihood, outputs, likelihood.cotangent(outputs, j)) for j in range(each)]
     limit = max(int(LOOKS * num_data), LOOKS_PER_ACTION * num_actions) if each > 1 else num_data
-    rows, index = most_curved(torch.stack(parts, 1), limit)
+    rows, index = most_curved(torch.stack(parts, 1), limit, max(num_data, num_actions))
     directions = torch.empty(1, len(rows), outputs.shape[1], dtype=torch.float64, device=outputs.device)
     for j in range(each):
         directions[0, index == j] = likelihood.cotangent(outputs[rows[index == j]], j)
     return rows, directions
 
 
-def most_curved(along: Tensor, limit: int) -> tuple[Tensor, Tensor]:  # (N, k) -> (m,), (m,)
-    """Data and numbers of their directions, those with the most curvature, in the order of the data: no more than data,
+def most_curved(along: Tensor, limit: int, most: int) -> tuple[Tensor, Tensor]:  # (N, k) -> (m,), (m,)
+    """Data and numbers of their directions, those with the most curvature, in the order of the data: at most so many,
     none that is next to nothing, and beyond `limit` none that has less than half of what the first has."""
     num_data = len(along)
     ordered, order = along.T.flatten().sort(descending=True, stable=True)
     alike = int((ordered >= 0.5 * ordered[0]).sum())
-    number = min(num_data, len(ordered) - num_decided(ordered, num_data), max(limit, alike))
+    number = min(most, len(ordered) - num_decided(ordered, num_data), max(limit, alike))
     direction, row = order[:number] // num_data, order[:number] % num_data
     in_order = (row * along.shape[1] + direction).argsort()
     return row[in_order], direction[in_order]

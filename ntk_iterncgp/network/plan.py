@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ntk_iterncgp.data import Inputs
-from ntk_iterncgp.network.directions import worth_looking
+from ntk_iterncgp.network.directions import has_choice, worth_looking
 from ntk_iterncgp.network.grouping import groups_for
 from ntk_iterncgp.network.linearised import PRODUCT_EPOCHS, LinearisedNetwork, NetworkSettings
 from ntk_iterncgp.network.passes import epochs_of
@@ -43,7 +43,7 @@ class Plan:
         if in_groups:
             items = _looks(network, settings, outputs, num_data) * num_data // rows
             groups = groups_for(actions, items, image_bytes(jacobian, settings.cotangents)) * settings.cotangents
-            actions = min(actions, num_data) * settings.cotangents
+            actions = min(actions, items) * settings.cotangents
         if prepared:
             jacobian.prepare(x, rows)
         at_once = max(1, min(rows, settings.chunk_bytes // jacobian.bytes_per_row(num_outputs)))
@@ -59,9 +59,10 @@ class Plan:
 
 def _looks(network: LinearisedNetwork, settings: NetworkSettings, outputs: Tensor, num_data: int) -> int:
     """How often data of the first batch are looked at, if it is a sample of all."""
-    if settings.num_actions >= num_data or not bool(torch.isfinite(outputs).all()):
-        return len(outputs)
     likelihood = network.likelihood(outputs, 1.0).for_prior_variance(1e20)
+    has_a_choice = has_choice(likelihood, settings.cotangents, settings.num_actions, num_data)
+    if not has_a_choice or not bool(torch.isfinite(outputs).all()):
+        return len(outputs)
     share = settings.num_actions * len(outputs) // num_data
     return len(worth_looking(likelihood, outputs.double(), settings.cotangents, share, torch.Generator())[0])
 
