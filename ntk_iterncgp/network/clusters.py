@@ -9,8 +9,10 @@ which is all that a `WeightPosterior` needs. Directions of one datum are orthogo
 diagonal; between two passes it has blocks that are not.
 
 The first pass goes where the curvature is (`worth_looking`): of all data and directions those with the largest parts of
-tr(W), 0.6 for each datum, so that decided data have none and others up to four. On digits (800 data, five seeds) the
-share of the exact contraction of the variance at new inputs with 20, 50, 100 and 500 actions (for 500, more looks):
+tr(W), 0.6 for each datum, so that decided data have none and others up to four; as many as actions where these are more
+than data (60 digits, ReLU 64-16-10, 200 actions: 82 % of the exact contraction, with one for each datum 60 %). On 800
+digits, five seeds, the share of the exact contraction of the variance at new inputs with 20, 50, 100 and 500 actions
+(for 500, more looks):
 
     tanh 64-32-10   one direction for each undecided datum   58.7   69.9   80.5   86.8 %   1.06 epochs
                     where the curvature is                   61.1   72.7   84.0   94.1 %   0.93, and 1.33 for 500
