@@ -20,6 +20,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -51,10 +52,24 @@ def seconds(work: Callable[[], object], repeats: int = 1) -> float:
     return least
 
 
-def in_turns(*works: Callable[[], object], repeats: int = 3) -> list[float]:
-    """The least seconds of each: what disturbs the machine disturbs all of them."""
-    times = [[seconds(work) for work in works] for _ in range(repeats)]
-    return [min(column) for column in zip(*times, strict=True)]
+@dataclass
+class Table:
+    """What was measured, printed line by line. Of few data nothing is judged, and nothing measured twice."""
+
+    is_full_size: bool
+    figures: dict[str, float] = field(default_factory=dict)
+
+    def show(self, what: str, value: float, unit: str, target: float | None = None) -> None:
+        bound = ""
+        if target is not None:
+            verdict = ("ok" if value <= target else "MISSED") if self.is_full_size else "too small to judge"
+            bound = f"  (≤ {target:g}: {verdict})"
+        print(f"{what:60}{value:8.2f} {unit}{bound}", flush=True)
+
+    def in_turns(self, *works: Callable[[], object]) -> list[float]:
+        """The least seconds of each: what disturbs the machine disturbs all of them."""
+        times = [[seconds(work) for work in works] for _ in range(3 if self.is_full_size else 1)]
+        return [min(column) for column in zip(*times, strict=True)]
 
 
 def epoch(model: nn.Module, loader: DataLoader) -> None:
@@ -84,35 +99,32 @@ def quickly_trained(model: nn.Module, images: Tensor, labels: Tensor) -> nn.Modu
     return model.eval()
 
 
-def fit_cost(
-    name: str, model: nn.Module, images: Tensor, labels: Tensor, groups: int, figures: dict[str, float]
-) -> Any:
+def fit_cost(name: str, model: nn.Module, images: Tensor, labels: Tensor, groups: int, table: Table) -> Any:
     loader = loader_of(images, labels)
     epoch(model, loader_of(images[:BATCH], labels[:BATCH]))
     fits: list[Any] = []
-    unit, spent = in_turns(lambda: epoch(model, loader), lambda: fits.append(fitted(model, loader, groups)))
+    unit, spent = table.in_turns(lambda: epoch(model, loader), lambda: fits.append(fitted(model, loader, groups)))
     ratio = spent / unit
-    figures[f"fit {name}"], figures[f"epoch {name}"] = ratio, unit
-    show(f"fit, {name}, {len(images):,} data, B = {groups}", ratio, TARGETS["fit"], "epochs")
+    table.figures[f"fit {name}"], table.figures[f"epoch {name}"] = ratio, unit
+    table.show(f"fit, {name}, {len(images):,} data, B = {groups}", ratio, "epochs", TARGETS["fit"])
     return fits[-1]
 
 
-def growth(model: nn.Module, images: Tensor, labels: Tensor, sizes: list[int], figures: dict[str, float]) -> None:
+def growth(model: nn.Module, images: Tensor, labels: Tensor, sizes: list[int], table: Table) -> None:
     times = [seconds(lambda n=n: fitted(model, loader_of(images[:n], labels[:n]), 200)) for n in sizes]
     for size, spent in zip(sizes, times, strict=True):
-        figures[f"time at {size}"] = spent / times[0]
-        show(
+        table.figures[f"time at {size}"] = spent / times[0]
+        table.show(
             f"time at {size:,} data, over that at {sizes[0]:,}",
             spent / times[0],
-            None,
             f"(linear: {size / sizes[0]:g})",
         )
-    few, many = in_turns(*(lambda b=b: fitted(model, loader_of(images, labels), b) for b in (50, 500)))
-    figures["groups"] = many / few
-    show("time with 500 groups, over that with 50", many / few, TARGETS["groups"], "")
+    few, many = table.in_turns(*(lambda b=b: fitted(model, loader_of(images, labels), b) for b in (50, 500)))
+    table.figures["groups"] = many / few
+    table.show("time with 500 groups, over that with 50", many / few, "", TARGETS["groups"])
 
 
-def predict_cost(model: nn.Module, la: Any, images: Tensor, figures: dict[str, float]) -> None:
+def predict_cost(model: nn.Module, la: Any, images: Tensor, table: Table) -> None:
     A, jacobian = la.posterior.images, Jacobian(model)
     contrasts = Softmax(la.n_outputs).contrasts(images.device)
     with torch.no_grad():
@@ -133,27 +145,23 @@ def predict_cost(model: nn.Module, la: Any, images: Tensor, figures: dict[str, f
         for _ in range(4):  # in turns, since the machine's pace changes
             least = {name: min(least[name], seconds(run)) for name, run in work.items()}
     unit = least["forward"] / len(images)
-    figures["predict"] = least["predict"] / len(images) / unit
-    show("prediction of an image", figures["predict"], TARGETS["predict"], "forward passes")
+    table.figures["predict"] = least["predict"] / len(images) / unit
+    table.show("prediction of an image", table.figures["predict"], "forward passes", TARGETS["predict"])
     for name in list(work)[2:]:
-        figures[f"predict {name}"] = least[name] / len(part) / unit
-        show(f"  {name}", figures[f"predict {name}"], None, "forward passes")
+        table.figures[f"predict {name}"] = least[name] / len(part) / unit
+        table.show(f"  {name}", table.figures[f"predict {name}"], "forward passes")
 
 
-def grid_cost(la: Any, images: Tensor, labels: Tensor, unit: float, figures: dict[str, float]) -> None:
+def grid_cost(la: Any, images: Tensor, labels: Tensor, unit: float, table: Table) -> None:
     loader = loader_of(images, labels)
     passed = grid.pass_once(la, loader, progress_bar=False)
     with mock.patch.object(grid, "pass_once", lambda *args, **kwargs: passed):
         spent = seconds(
             lambda: la.optimize_prior_precision(method="gridsearch", val_loader=loader, grid_size=50), repeats=3
         )
-    figures["grid"] = spent / unit
-    show(f"50 prior precisions, {len(images):,} validation data passed", figures["grid"], TARGETS["grid"], "epochs")
-
-
-def show(what: str, value: float, target: float | None, unit: str) -> None:
-    bound = "" if target is None else f"  (≤ {target:g}: {'ok' if value <= target else 'MISSED'})"
-    print(f"{what:60}{value:8.2f} {unit}{bound}", flush=True)
+    table.figures["grid"] = spent / unit
+    name = f"50 prior precisions, {len(images):,} validation data passed"
+    table.show(name, table.figures["grid"], "epochs", TARGETS["grid"])
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -165,23 +173,23 @@ def main(argv: list[str] | None = None) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    figures: dict[str, float] = {}
+    table = Table(is_full_size=not options.quick)
     try:
         images, labels = mnist_images(600 if options.quick else 60_000)
         model = quickly_trained(lenet(), images[:10_000], labels[:10_000])
-        la = fit_cost("MNIST, LeNet", model, images, labels, 20 if options.quick else 200, figures)
+        la = fit_cost("MNIST, LeNet", model, images, labels, 20 if options.quick else 200, table)
         held_out = mnist_images(100 if options.quick else 1000, train=False)
-        grid_cost(la, *held_out, figures["epoch MNIST, LeNet"], figures)
+        grid_cost(la, *held_out, table.figures["epoch MNIST, LeNet"], table)
         sizes = [200, 400] if options.quick else [10_000, 20_000, 40_000]
-        growth(model, images[: sizes[-1]], labels[: sizes[-1]], sizes, figures)
+        growth(model, images[: sizes[-1]], labels[: sizes[-1]], sizes, table)
         resnet = cifar_resnet20()
         images, labels = cifar_images(64 if options.quick else 10_000)
-        la = fit_cost("CIFAR-10, ResNet-20", resnet, images, labels, 8 if options.quick else 200, figures)
-        predict_cost(resnet, la, images[: 8 if options.quick else 64], figures)
+        la = fit_cost("CIFAR-10, ResNet-20", resnet, images, labels, 8 if options.quick else 200, table)
+        predict_cost(resnet, la, images[: 8 if options.quick else 64], table)
     finally:
         torch.set_num_threads(threads)
     if options.json:
-        options.json.write_text(json.dumps(figures, indent=2))
+        options.json.write_text(json.dumps(table.figures, indent=2))
 
 
 if __name__ == "__main__":
