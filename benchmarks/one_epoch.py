@@ -29,6 +29,7 @@ import torch
 from laplace import Laplace
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.flop_counter import FlopCounterMode
 
 import ntk_iterncgp  # noqa: F401  registers the flavours
 from ntk_iterncgp.laplace_addon import grid
@@ -41,6 +42,7 @@ from benchmarks.models import cifar_images, cifar_resnet20, lenet, mnist_images
 
 TARGETS = {"fit": 1.5, "groups": 1.2, "predict": 25.0, "grid": 0.05}
 BATCH = 128
+SQUARE = 1024  # rows of matrices whose product is as fast as arithmetic gets
 
 
 def seconds(work: Callable[[], object], repeats: int = 1) -> float:
@@ -141,15 +143,30 @@ def predict_cost(model: nn.Module, la: Any, images: Tensor, table: Table) -> Non
             "rows, times themselves and A": lambda: rows.products(A, ones),
             "(one product of the sizes of J and A, by itself)": lambda: dense @ A,
         }
+        square = torch.randn(SQUARE, SQUARE)
+        work["square"] = lambda: square @ square
         least = dict.fromkeys(work, float("inf"))
         for _ in range(4):  # in turns, since the machine's pace changes
             least = {name: min(least[name], seconds(run)) for name, run in work.items()}
     unit = least["forward"] / len(images)
     table.figures["predict"] = least["predict"] / len(images) / unit
     table.show("prediction of an image", table.figures["predict"], "forward passes", TARGETS["predict"])
-    for name in list(work)[2:]:
+    for name in list(work)[2:-1]:
         table.figures[f"predict {name}"] = least[name] / len(part) / unit
         table.show(f"  {name}", table.figures[f"predict {name}"], "forward passes")
+    # What arithmetic alone would take: for each contrast a product with the weights and one for their gradient in every
+    # layer, and one product with A, all as fast as the product of two square matrices.
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(part)
+    outputs = contrasts.shape[1]
+    operations = (1 + 2 * outputs) * counter.get_total_flops() / len(part) + 2 * outputs * A.numel()
+    rate = 2 * SQUARE**3 / least["square"]
+    table.figures["predict at peak"] = operations / rate / unit
+    table.show(
+        "  (all of its arithmetic at the pace of a product of squares)",
+        table.figures["predict at peak"],
+        "forward passes",
+    )
 
 
 def grid_cost(la: Any, images: Tensor, labels: Tensor, unit: float, table: Table) -> None:
