@@ -1,4 +1,4 @@
-"""How much of what all data say do B actions say, after one fit, and how much could any B of them say?
+"""How much of what all data say do B actions say after one fit, and how much the best ones for the weights?
 
     ntk-iterncgp bench shares [--quick] [--json FILE]
 
