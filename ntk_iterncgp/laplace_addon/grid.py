@@ -116,11 +116,15 @@ def pass_once(
 ) -> list[ValidationPart]:
     data = FixedOrderData(loader, device=la._device, dict_key_x=la.dict_key_x, dict_key_y=la.dict_key_y)
     shift, parts = la.mean - la.prior_mean, []
+    # With little noise a regression's variance is a small difference, at least at some precision of a grid.
+    dtype = torch.float64 if la.likelihood == Likelihood.REGRESSION else la.posterior.images.dtype
     with evaluating(la.model), torch.no_grad():
         for x, y in tqdm(data.batches(), total=len(data), desc="Validation set", disable=not progress_bar):
             start = 0
             for rows in la._rows_at(x):
                 stop = start + len(rows.outputs)
-                parts.append(ValidationPart.of(rows, la.posterior, shift, y[start:stop], layerwise=layerwise))
+                parts.append(
+                    ValidationPart.of(rows, la.posterior, shift, y[start:stop], layerwise=layerwise, dtype=dtype)
+                )
                 start = stop
     return parts
