@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from laplace import Laplace
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, SequentialSampler, TensorDataset, WeightedRandomSampler, default_collate
 
@@ -15,7 +16,7 @@ from ntk_iterncgp.data import FixedOrderData
 from ntk_iterncgp.network.clusters import Clusters
 from tests.clusters_helpers import Net, Stream, joint_variance, make_net
 from tests.laplace_helpers import BATCH, close, not_below, written_out
-from tests.network_cases import CASES, NetworkCase, untouched
+from tests.network_cases import BY_NAME, CASES, NetworkCase, untouched
 
 CPU = torch.device("cpu")
 NUM_DATA = 22
@@ -177,8 +178,6 @@ def test_a_sampler_that_repeats_data_counts_them_as_often() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_kind_of_model_is_fitted_and_left_as_it_was(case: NetworkCase) -> None:
-    from laplace import Laplace
-
     model = case.model()
     la = Laplace(model, case.likelihood, "all", "iterncgp", num_actions=3, cotangents=1, **case.keys)
     loader = case.loader(num_data=14, batch_size=BATCH)
@@ -192,6 +191,24 @@ def test_every_kind_of_model_is_fitted_and_left_as_it_was(case: NetworkCase) -> 
     dense = written_out(case)
     not_below(variance, dense.at_new(dense.covariance(1.0)))
     assert not bool((variance == dense.at_new(torch.eye(dense.J.shape[1], dtype=torch.float64))).all())
+
+
+@pytest.mark.parametrize("name", ["scalar parameters", "scalar bias"])
+@pytest.mark.parametrize("policy", ["clusters", "unit", "curvature_residual"])
+@pytest.mark.parametrize("prior", ["one precision", "one for each parameter tensor"])
+def test_models_with_parameters_of_no_dimension_have_the_exact_variance(name: str, policy: str, prior: str) -> None:
+    case, dense = BY_NAME[name], written_out(BY_NAME[name])
+    sizes = torch.tensor([p.numel() for p in case.model().parameters()])
+    precision = 0.5 + torch.rand(len(sizes), generator=torch.Generator().manual_seed(7)).double()
+    if prior == "one precision":
+        precision = precision[:1]
+    settings: dict[str, Any] = {"prior_precision": precision, "policy": policy, "num_actions": 60, "cotangents": 2}
+    la = Laplace(case.model(), "classification", "all", "iterncgp", **settings)
+    loader = case.loader(num_data=14, batch_size=BATCH)
+    la.fit(loader)
+    la.refine(loader, epochs=1)
+    per_weight = precision.repeat_interleave(sizes) if len(precision) > 1 else precision.expand(int(sizes.sum()))
+    close(la.predictive_moments(case.new_inputs())[1], dense.at_new(dense.covariance(per_weight)))
 
 
 class NoLinearLayer(nn.Module):
