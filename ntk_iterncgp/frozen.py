@@ -16,6 +16,7 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from hashlib import blake2b
 from operator import index
 from typing import Any, NamedTuple
@@ -97,7 +98,28 @@ def _plain(i: Any) -> Any:
         return i
 
 
-class FrozenReader(Dataset):
+class Wraps:
+    """Stands for a dataset of the user's in a loader."""
+
+    dataset: Any
+
+
+@dataclass(frozen=True)
+class WorkerInit:
+    """The user's `worker_init_fn`, to which `get_worker_info().dataset` is the user's own dataset: it may open files
+    there, or choose a part of the data."""
+
+    function: Callable[[int], None] | None
+
+    def __call__(self, worker_id: int) -> None:
+        info = get_worker_info()
+        if info is not None and isinstance(info.dataset, Wraps):
+            object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen
+        if self.function is not None:
+            self.function(worker_id)
+
+
+class FrozenReader(Wraps, Dataset):
     """Batches of a map-style dataset, read and collated with frozen random numbers.
 
     Args:

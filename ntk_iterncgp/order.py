@@ -29,7 +29,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from ntk_iterncgp.frozen import SWEEP_KEY, FrozenReader, frozen_sweep, seed_from, undisturbed
+from ntk_iterncgp.frozen import SWEEP_KEY, FrozenReader, WorkerInit, frozen_sweep, seed_from, undisturbed
 
 
 class TrainingDataWarning(UserWarning):
@@ -60,7 +60,8 @@ class MapStyle:
     def read(self, batches: Any) -> DataLoader:
         """A loader of these batches, with frozen random numbers. Tensors are indexed by a whole batch: datum by datum
         took as long as a third of the forward pass of a small network."""
-        settings = self.settings | {"collate_fn": as_it_is}
+        init = WorkerInit(self.settings.get("worker_init_fn"))
+        settings = self.settings | {"collate_fn": as_it_is, "worker_init_fn": init}
         reader = self.tensors or FrozenReader(self.dataset, self.settings["collate_fn"])
         if not self.is_batched:
             return DataLoader(reader, batch_size=None, sampler=batches, **settings)

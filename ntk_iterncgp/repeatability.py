@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe
 
-from ntk_iterncgp.frozen import FrozenReader, key_of, random_state, seed_from, undisturbed
+from ntk_iterncgp.frozen import FrozenReader, WorkerInit, Wraps, key_of, random_state, seed_from, undisturbed
 from ntk_iterncgp.inputs import Inputs, equal, slice_rows
 from ntk_iterncgp.order import FixedBatches, MapStyle, as_it_is
 
@@ -55,12 +55,12 @@ class Reading(NamedTuple):
     draws_batch: bool
 
 
-class WatchedReader(Dataset):
+class WatchedReader(Wraps, Dataset):
     """Reads as `FrozenReader` does, and watches for random numbers."""
 
     def __init__(self, source: MapStyle) -> None:
+        self.dataset, self.is_batched = source.dataset, source.is_batched
         self.reader = FrozenReader(source.dataset, source.settings["collate_fn"])
-        self.is_batched = source.is_batched
 
     def __getitem__(self, request: Request) -> Reading:
         with undisturbed():
@@ -74,7 +74,7 @@ class WatchedReader(Dataset):
             return Reading(collated, draws_items, not before.is_that_of(random_state()))
 
 
-class WatchedStream(IterableDataset):
+class WatchedStream(Wraps, IterableDataset):
     """The first batch of a stream, twice."""
 
     def __init__(self, loader: DataLoader) -> None:
@@ -138,11 +138,15 @@ def _watched(source: MapStyle, requests: list[Request]) -> Iterator[Reading]:
 
 
 def _in_one_process(dataset: Dataset, settings: dict[str, Any], **what: Any) -> Iterator[Any]:
-    num_workers = min(1, settings["num_workers"])
-    settings = settings | {"num_workers": num_workers, "collate_fn": as_it_is, "pin_memory": False}
+    changed = {
+        "num_workers": min(1, settings["num_workers"]),
+        "worker_init_fn": WorkerInit(settings["worker_init_fn"]),
+        "collate_fn": as_it_is,
+        "pin_memory": False,
+    }
     with undisturbed():
         seed_from(TRIAL_KEY)
-        return iter(DataLoader(dataset, batch_size=None, **settings, **what))
+        return iter(DataLoader(dataset, batch_size=None, **{**settings, **changed}, **what))
 
 
 def _regrouped(indices: list[Any]) -> list[Any]:

@@ -355,6 +355,30 @@ def test_with_workers_the_main_process_reads_nothing() -> None:
     la.refine(loader, epochs=1)
 
 
+def open_file(worker_id: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.file = torch.ones(2)  # type: ignore[attr-defined]
+
+
+class Opened(Vectors):
+    """Its file is opened by `worker_init_fn`."""
+
+    file: Tensor
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        worker = get_worker_info()
+        assert worker is not None and isinstance(worker.dataset, Opened | Stream)
+        return i * worker.dataset.file, LABELS[i]
+
+
+@pytest.mark.parametrize("kind", [lambda data: data, Stream], ids=["map-style", "stream"])
+def test_worker_init_fn_finds_the_dataset_of_the_user(kind: Any) -> None:
+    loader = DataLoader(kind(Opened(lambda: 0.0)), 4, num_workers=2, worker_init_fn=open_file)
+    look(loader)
+    assert sorted(swept(loader)[:, 0].tolist()) == list(range(N))
+
+
 def test_threads_do_not_disturb_each_other() -> None:
     expected, found = swept(DataLoader(Images(), 4)), []
 
