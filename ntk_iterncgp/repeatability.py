@@ -12,7 +12,7 @@ generator, so that a draw which is not frozen would look as if it were.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -123,7 +123,7 @@ def examine(
     first, again = readings[:2]
     repeats = equal(first.batch, again.batch)
     if not source.collates_by_itself or not repeats:
-        return Findings(again.batch, repeats, again.draws_items or again.draws_batch)
+        return Findings(again.batch, repeats, again.draws_items or again.draws_batch, in_order=repeats)
     if again.draws_batch:  # for each batch, so these stay as they are
         mixes = _mixes_at_random(source, indices, split, num_rows)
         return Findings(again.batch, is_random=True, in_order=False, mixes=mixes)
@@ -167,18 +167,16 @@ def _same_first_half(original: Pair, regrouped: Pair, size: int, num_rows: Calla
     """Whether rows are the same in other company; not compared where they are padded to another length."""
     if {num_rows(original[0]), num_rows(regrouped[0])} != {size}:
         return True  # some were left out
-    half = slice(0, -(-size // 2))
-    for one, other in zip(_columns(original, size), _columns(regrouped, size), strict=True):
-        if one.shape == other.shape and not equal(one[half], other[half]):
-            return False
-    return True
+    half, (columns, others) = -(-size // 2), (_columns(batch, size) for batch in (original, regrouped))
+    pairs = [(columns[name], others[name]) for name in columns.keys() & others.keys()]
+    return all(equal(one[:half], other[:half]) for one, other in pairs if one.shape == other.shape)
 
 
-def _columns(batch: Pair, size: int) -> list[Tensor]:
-    """The tensors of a batch that have a row for each datum."""
+def _columns(batch: Pair, size: int) -> dict[Any, Tensor]:
+    """The tensors of a batch that have a row for each datum; None is the name of the targets."""
     x, y = batch
-    parts = [x[key] for key in sorted(x, key=str)] if hasattr(x, "keys") else [x]
-    return [part for part in (*parts, y) if isinstance(part, Tensor) and part.ndim and len(part) == size]
+    named = {**(x if isinstance(x, Mapping) else {"inputs": x}), None: y}
+    return {name: part for name, part in named.items() if isinstance(part, Tensor) and part.ndim and len(part) == size}
 
 
 def _mixes_at_random(

@@ -542,6 +542,30 @@ def test_a_collate_function_that_pads_to_the_longest_of_a_batch_does_not_mix() -
     assert data.can_jump(N) and data.findings.repeats and not data.findings.mixes
 
 
+class Masked(Vectors):
+    """Mappings, as for language models."""
+
+    def __getitem__(self, i: int) -> Any:
+        x, y = super().__getitem__(i)
+        return {"input_ids": x, "mask": torch.rand(2), "labels": y}
+
+
+def masked_by_batch(items: list[Any]) -> Any:
+    batch = default_collate(items)
+    return {**batch, "mask": batch["mask"] - batch["mask"].mean(0), "table": torch.ones(8, 2)}
+
+
+@both
+@quiet
+def test_mappings_are_frozen_and_not_mixed(num_workers: int) -> None:
+    loader = DataLoader(Masked(random.random), 8, num_workers=num_workers)
+    one, other = (torch.cat([x["mask"] for x, _ in fixed(loader).batches()]) for _ in range(2))
+    assert torch.equal(one, other) and len(one.unique()) == 2 * N
+    assert fixed(loader).findings.is_random and fixed(loader).findings.repeats
+    mixed = DataLoader(Masked(random.random), 8, num_workers=num_workers, collate_fn=masked_by_batch)
+    assert fixed(mixed).findings.mixes and fixed(mixed).findings.repeats
+
+
 # Streams
 
 
