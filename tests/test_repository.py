@@ -17,9 +17,9 @@ MAX_LINES = 600  # files are cut by idea; ruff limits how complex a function may
 
 # Rooms from the foundations up. A room may import from lines above its own, and from itself.
 ORDER = [
-    {"parallel", "threads", "files", "digests", "precision"},
+    {"parallel", "threads", "files", "digests", "precision", "frozen", "inputs"},
     {"checkpoint", "order", "interrupt", "memory"},
-    {"kept"},
+    {"kept", "repeatability"},
     {"data"},
     {"columns"},
     {"kernels"},

@@ -268,7 +268,9 @@ class Jacobian(NetworkJacobian):
         def pull_back(datum: Inputs, columns: Tensor) -> Tensor:  # (C, k) -> (k, P)
             pull = vjp(lambda params: self.forward(whole(datum), params)[0], self.params)[1]
             pulled = vmap(pull, in_dims=1)(columns)[0]
-            return torch.cat([pulled[name].flatten(1) for name in self.params], 1)
+            # by its size, since a parameter of no dimension has none to flatten
+            parts = zip(self.params, self.sizes, strict=True)
+            return torch.cat([pulled[name].reshape(columns.shape[1], size) for name, size in parts], 1)
 
         return vmap(pull_back, in_dims=(0, 0 if cotangents.ndim == 3 else None))(x, cotangents)
 

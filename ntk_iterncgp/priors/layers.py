@@ -95,6 +95,8 @@ class LayerRows(Rows):
         cotangent = torch.randn(self.shape, generator=torch.Generator().manual_seed(0)).to(self.outputs)
         expected = pull_back(cotangent)
         found = torch.cat([block.pull_back(cotangent) for block in self.blocks])
+        if found.shape != expected.shape:  # one number as the bias of all outputs
+            return False
         tolerance = torch.finfo(found.dtype).eps ** 0.5
         return bool((found - expected).norm() <= tolerance * expected.norm())
 
