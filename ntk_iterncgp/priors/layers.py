@@ -326,8 +326,8 @@ class Sums(Kept):
             standard = F.layer_norm(call.inputs, layer.normalized_shape, eps=layer.eps)
             self.standard, self.over = standard.reshape(b, -1, layer.weight.numel()), 1
         else:
-            moments = (layer.running_mean.to(call.inputs), layer.running_var.to(call.inputs))  # type: ignore[operator]
-            standard = F.batch_norm(call.inputs, *moments, eps=layer.eps)
+            mean, variance = (getattr(layer, name).to(call.inputs) for name in ("running_mean", "running_var"))
+            standard = F.batch_norm(call.inputs, mean, variance, eps=layer.eps)  # type: ignore[arg-type]
             self.standard, self.over = standard.reshape(b, call.shape[1], -1), 2
         self.sums = standard.new_empty(2, b, num_outputs, self.standard.shape[3 - self.over])  # of g s, of g
         self.slots = self.sums.unbind(2)
