@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from ntk_iterncgp.data import FixedOrderData, Inputs, probe, to_device
 from ntk_iterncgp.laplace_addon.base import IterNCGPLaplace
+from ntk_iterncgp.laplace_addon.checks import CheckedHyperparameters
 from ntk_iterncgp.priors.jacobian import Jacobian, NetworkJacobian, as_outputs
 from ntk_iterncgp.priors.last_layer import LastLayerJacobian
 from ntk_iterncgp.priors.ntk import in_parts
@@ -22,7 +23,7 @@ from ntk_iterncgp.threads import exclusively
 
 
 @final
-class IterNCGPAllLaplace(IterNCGPLaplace):
+class IterNCGPAllLaplace(CheckedHyperparameters, IterNCGPLaplace):
     """All weights that require a gradient."""
 
     _key = ("all", "iterncgp")
@@ -51,7 +52,7 @@ class IterNCGPAllLaplace(IterNCGPLaplace):
 
 
 @final
-class IterNCGPLastLayerLaplace(IterNCGPLaplace):
+class IterNCGPLastLayerLaplace(CheckedHyperparameters, IterNCGPLaplace):
     """The weights of a linear last layer; its features are computed once.
 
     The layer is found by a forward pass, as laplace-torch does, or named by `last_layer_name`. The model is copied,
@@ -73,7 +74,6 @@ class IterNCGPLastLayerLaplace(IterNCGPLaplace):
         **kwargs: Any,
     ) -> None:
         super().__init__(model, likelihood, sigma_noise, 1.0, 0.0, *args, **kwargs)
-        self._given_prior = (prior_precision, prior_mean)  # checked against the last layer once it is known
         with exclusively(model):
             copied = deepcopy(model)
         for module in copied.modules():
@@ -85,13 +85,15 @@ class IterNCGPLastLayerLaplace(IterNCGPLaplace):
         self.model = self.extractor
         if last_layer_name is not None:
             self._take_last_layer()
+        self.prior_precision, self.prior_mean = prior_precision, prior_mean
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """A prior set before the last layer is known is checked when it is."""
+        """The size of a prior set before the last layer is known is checked when it is known."""
         extractor = self.__dict__.get("extractor")
         if extractor is not None and extractor.last_layer is None and name in ("prior_precision", "prior_mean"):
-            precision, mean = self._given_prior
-            self._given_prior = (value, mean) if name == "prior_precision" else (precision, value)
+            self._check_hyperparameter(name, value)
+            tensor = torch.as_tensor(value).to(self._device, self._dtype).reshape(-1)
+            super().__setattr__(f"_{name}", tensor)  # where laplace-torch keeps it
         else:
             super().__setattr__(name, value)
 
@@ -104,7 +106,7 @@ class IterNCGPLastLayerLaplace(IterNCGPLaplace):
     def _take_last_layer(self) -> None:
         self.params = list(self._layer.parameters())
         self.n_params, self.n_layers = sum(p.numel() for p in self.params), len(self.params)
-        self.prior_precision, self.prior_mean = self._given_prior
+        self.prior_precision, self.prior_mean = self.prior_precision, self.prior_mean  # now their sizes too
 
     def _open(self, loader: DataLoader) -> tuple[NetworkJacobian, FixedOrderData]:
         data = FixedOrderData(loader, device=self._device, dict_key_x=self.dict_key_x, dict_key_y=self.dict_key_y)
