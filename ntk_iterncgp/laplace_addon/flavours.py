@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -51,6 +52,29 @@ class IterNCGPAllLaplace(CheckedHyperparameters, IterNCGPLaplace):
         return {name: value for name, value in self.model.named_parameters() if value.requires_grad}
 
 
+class CopyableFeatureExtractor(FeatureExtractor):
+    """laplace-torch's, but for its hook.
+
+    Its own is a closure, which a copy shares with the original: the features of the copy's inputs went to the
+    original, and the copy predicted from features that it had been copied with. Nor can a closure be pickled.
+    """
+
+    def _get_hook(self, name: str) -> Callable[..., None]:
+        return FeatureHook(self, name)
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureHook:
+    """Records the input of the last layer. Copied together with its extractor."""
+
+    extractor: FeatureExtractor
+    name: str
+
+    def __call__(self, layer: nn.Module, inputs: tuple[Tensor, ...], outputs: Any) -> None:
+        features = inputs[0]
+        self.extractor._features[self.name] = features if self.extractor.enable_backprop else features.detach()
+
+
 @final
 class IterNCGPLastLayerLaplace(CheckedHyperparameters, IterNCGPLaplace):
     """The weights of a linear last layer; its features are computed once.
@@ -79,7 +103,7 @@ class IterNCGPLastLayerLaplace(CheckedHyperparameters, IterNCGPLaplace):
         for module in copied.modules():
             if isinstance(module, nn.Linear):  # the extractor looks at what is given by position
                 module.register_forward_pre_hook(_by_position, with_kwargs=True)
-        self.extractor = FeatureExtractor(
+        self.extractor = CopyableFeatureExtractor(
             copied, last_layer_name, self.enable_backprop, feature_reduction=feature_reduction
         )
         self.model = self.extractor
@@ -92,7 +116,7 @@ class IterNCGPLastLayerLaplace(CheckedHyperparameters, IterNCGPLaplace):
         extractor = self.__dict__.get("extractor")
         if extractor is not None and extractor.last_layer is None and name in ("prior_precision", "prior_mean"):
             self._check_hyperparameter(name, value)
-            tensor = torch.as_tensor(value).to(self._device, self._dtype).reshape(-1)
+            tensor = torch.as_tensor(value, dtype=self._dtype, device=self._device).reshape(-1)
             super().__setattr__(f"_{name}", tensor)  # where laplace-torch keeps it
         else:
             super().__setattr__(name, value)
