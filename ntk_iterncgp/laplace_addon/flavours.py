@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ntk_iterncgp.data import FixedOrderData, Inputs, probe, to_device
 from ntk_iterncgp.laplace_addon.base import IterNCGPLaplace
+from ntk_iterncgp.laplace_addon.checks import CheckedHyperparameters
 from ntk_iterncgp.priors.jacobian import Jacobian, NetworkJacobian, as_outputs, derivative_dtype
 from ntk_iterncgp.priors.last_layer import LastLayerJacobian
 from ntk_iterncgp.priors.ntk import in_parts
@@ -24,7 +26,7 @@ FEW = 2**16  # weights of a last layer, up to which its products are taken in fl
 
 
 @final
-class IterNCGPAllLaplace(IterNCGPLaplace):
+class IterNCGPAllLaplace(CheckedHyperparameters, IterNCGPLaplace):
     """All weights that require a gradient."""
 
     _key = ("all", "iterncgp")
@@ -76,8 +78,31 @@ class IterNCGPAllLaplace(IterNCGPLaplace):
         return {name: value for name, value in self.model.named_parameters() if value.requires_grad}
 
 
+class CopyableFeatureExtractor(FeatureExtractor):
+    """laplace-torch's, but for its hook.
+
+    Its own is a closure, which a copy shares with the original: the features of the copy's inputs went to the
+    original, and the copy predicted from features that it had been copied with. Nor can a closure be pickled.
+    """
+
+    def _get_hook(self, name: str) -> Callable[..., None]:
+        return FeatureHook(self, name)
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureHook:
+    """Records the input of the last layer. Copied together with its extractor."""
+
+    extractor: FeatureExtractor
+    name: str
+
+    def __call__(self, layer: nn.Module, inputs: tuple[Tensor, ...], outputs: Any) -> None:
+        features = inputs[0]
+        self.extractor._features[self.name] = features if self.extractor.enable_backprop else features.detach()
+
+
 @final
-class IterNCGPLastLayerLaplace(IterNCGPLaplace):
+class IterNCGPLastLayerLaplace(CheckedHyperparameters, IterNCGPLaplace):
     """The weights of a linear last layer; its features are computed once.
 
     The layer is found by a forward pass, as laplace-torch does, or named by `last_layer_name`. The model is copied,
@@ -99,25 +124,26 @@ class IterNCGPLastLayerLaplace(IterNCGPLaplace):
         **kwargs: Any,
     ) -> None:
         super().__init__(model, likelihood, sigma_noise, 1.0, 0.0, *args, **kwargs)
-        self._given_prior = (prior_precision, prior_mean)  # checked against the last layer once it is known
         with exclusively(model):
             copied = deepcopy(model)
         for module in copied.modules():
             if isinstance(module, nn.Linear):  # the extractor looks at what is given by position
                 module.register_forward_pre_hook(_by_position, with_kwargs=True)
-        self.extractor = FeatureExtractor(
+        self.extractor = CopyableFeatureExtractor(
             copied, last_layer_name, self.enable_backprop, feature_reduction=feature_reduction
         )
         self.model = self.extractor
         if last_layer_name is not None:
             self._take_last_layer()
+        self.prior_precision, self.prior_mean = prior_precision, prior_mean
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """A prior set before the last layer is known is checked when it is."""
+        """The size of a prior set before the last layer is known is checked when it is known."""
         extractor = self.__dict__.get("extractor")
         if extractor is not None and extractor.last_layer is None and name in ("prior_precision", "prior_mean"):
-            precision, mean = self._given_prior
-            self._given_prior = (value, mean) if name == "prior_precision" else (precision, value)
+            self._check_hyperparameter(name, value)
+            tensor = torch.as_tensor(value, dtype=self._dtype, device=self._device).reshape(-1)
+            super().__setattr__(f"_{name}", tensor)  # where laplace-torch keeps it
         else:
             super().__setattr__(name, value)
 
@@ -130,7 +156,7 @@ class IterNCGPLastLayerLaplace(IterNCGPLaplace):
     def _take_last_layer(self) -> None:
         self.params = list(self._layer.parameters())
         self.n_params, self.n_layers = sum(p.numel() for p in self.params), len(self.params)
-        self.prior_precision, self.prior_mean = self._given_prior
+        self.prior_precision, self.prior_mean = self.prior_precision, self.prior_mean  # now their sizes too
 
     def _open(self, loader: DataLoader) -> tuple[NetworkJacobian, FixedOrderData]:
         data = FixedOrderData(loader, device=self._device, dict_key_x=self.dict_key_x, dict_key_y=self.dict_key_y)
