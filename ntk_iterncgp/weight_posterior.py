@@ -62,7 +62,8 @@ class WeightPosterior:
 
     def to_dict(self) -> dict[str, Tensor | int | bool]:
         """Plain tensors and numbers. The layer sizes are the model's own."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "layer_sizes"}
+        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "layer_sizes"}
+        return {name: value for name, value in found.items() if value is not None}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any], layer_sizes: tuple[int, ...], device: torch.device) -> WeightPosterior:
