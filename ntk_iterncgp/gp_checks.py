@@ -91,7 +91,7 @@ def checked_inputs(
     if not bool(torch.isfinite(X).all()):
         bad = int((~torch.isfinite(X)).any(1).sum())
         raise ValueError(f"{name} expects finite numbers, but {bad} of its rows hold NaN or infinity. Remove them.")
-    largest, limit = float(X.abs().max()) if X.numel() else 0.0, 1e-2 * torch.finfo(X.dtype).max ** 0.5
+    largest, limit = float(X.detach().abs().max()) if X.numel() else 0.0, 1e-2 * torch.finfo(X.dtype).max ** 0.5
     if largest > limit:  # squares of distances are summed
         raise ValueError(
             f"{name} expects numbers of at most {limit:.0e} in {X.dtype}, but the largest is {largest:.0e}. Scale them."

@@ -121,8 +121,7 @@ class Posterior:
 def _floor_diagonal(covariance: Tensor) -> Tensor:
     """A variance that came out negative by rounding is zero."""
     diagonal = covariance.diagonal(dim1=-2, dim2=-1)
-    diagonal.copy_(diagonal.clamp_min(0.0))
-    return covariance
+    return covariance.diagonal_scatter(diagonal.clamp_min(0.0), dim1=-2, dim2=-1)
 
 
 def standard_normal_quantile(level: float) -> float:
