@@ -16,9 +16,11 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from ntk_iterncgp.settings import ConfigError, parsed, read_settings, require_choice, suggestion, typed_value
-from ntk_iterncgp.solver import POLICIES
+from ntk_iterncgp.settings import ConfigError, parsed, read_settings, require_choice, shown, suggestion, typed_value
 
+# Light imports only: wrong settings are reported before PyTorch, which takes seconds, is imported. So the names of the
+# solver's policies and of the kernels are repeated here; a test holds them against the originals.
+POLICIES = ("unit", "residual", "curvature_residual", "random_subspace")
 KERNELS = ("RBF", "Matern12", "Matern32", "Matern52")
 TASKS = ("classification", "regression")
 PROTOCOLS = ("crossfit", "validation", "none")
@@ -152,16 +154,16 @@ class RunConfig:
             require_choice("evaluate.baselines", baseline, BASELINES)
         for name in POSITIVE:
             if self[name] is not None and not 0 < self[name] < float("inf"):
-                raise ConfigError(f"{name} expects a positive, finite number, but got {self[name]!r}.")
+                raise ConfigError(f"{name} expects a positive, finite number, but got {shown(self[name])}.")
         for name in NOT_NEGATIVE:
             if self[name] is not None and not 0 <= self[name] < float("inf"):
-                raise ConfigError(f"{name} expects a finite number of at least 0, but got {self[name]!r}.")
+                raise ConfigError(f"{name} expects a finite number of at least 0, but got {shown(self[name])}.")
         for name, least in LEAST.items():
             value = self[name]
             if value is not None and value < least:
-                raise ConfigError(f"{name} expects a whole number of at least {least}, but got {value}.")
+                raise ConfigError(f"{name} expects a whole number of at least {least}, but got {shown(value)}.")
             if value is not None and value > MOST:
-                raise ConfigError(f"{name} expects a whole number of at most {MOST}, but got {value}.")
+                raise ConfigError(f"{name} expects a whole number of at most {MOST}, but got {shown(value)}.")
         if self.data.task == "regression" and (self.data.name != "arrays" or self.data.ood):
             raise ConfigError("data.task 'regression' expects data.name 'arrays', and no data.ood.")
         if self.tuning.precision_min >= self.tuning.precision_max:
@@ -261,7 +263,7 @@ def flat(settings: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
             yield f"{key}.{SHORT[key]}", value
         elif key in sections:
             if not isinstance(value, Mapping):
-                raise ConfigError(f"'{key}' expects a section of settings, but got {value!r}.")
+                raise ConfigError(f"'{key}' expects a section of settings, but got {shown(value)}.")
             yield from ((f"{key}.{name}", item) for name, item in value.items())
         else:
             yield str(key), value

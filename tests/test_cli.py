@@ -170,6 +170,12 @@ class sums(Linear):
         (["evaluate", "flat.yaml"], "'data' expects a section of settings, but got 3."),
         (["evaluate", "broken.yaml"], "'broken.yaml' is not valid YAML (line 2)"),
         (["evaluate", "figure.png"], "'figure.png' is not a text file"),
+        (["evaluate", "deep.yaml"], "'deep.yaml' must nest at most some hundred brackets; got more."),
+        (fit(f"fit.options={100_000 * '['}"), "the value of fit.options must nest at most some hundred brackets"),
+        (fit("seed=2024-13-45"), "not valid YAML: it holds a value that cannot be read (month must"),
+        (fit(f"seed={5000 * '1'}"), "not valid YAML: it holds a value that cannot be read (Exceeds"),
+        (fit(f"seed=0x{5000 * 'f'}"), "seed expects a whole number of at most 4294967295, but got a number of"),
+        (["evaluate", "aliases.yaml"], "but got [[[[...], [...], [...], [...], [...], [...], ...], [[...], [...], "),
         (["fit", "empty.yaml", "--output-dir", "list.yaml/runs"], "Cannot write to the folder 'list.yaml/runs'"),
         (["fit", "empty.yaml", "--output-dir", ""], "output_dir expects the name of a folder, but got an empty text."),
         (["demo", "--set", "sed=1"], "There is no setting 'sed'; did you mean 'seed'?"),
@@ -188,6 +194,9 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
     (tmp_path / "list.yaml").write_text("- 1\n- 2\n")
     (tmp_path / "flat.yaml").write_text("data: 3\n")
     (tmp_path / "broken.yaml").write_text("seed: 1\ndevice: a: b\n")
+    (tmp_path / "deep.yaml").write_text("fit: " + 100_000 * "[")
+    aliases = "".join(f"    x{i + 1}: &x{i + 1} [{', '.join(10 * [f'*x{i}'])}]\n" for i in range(9))
+    (tmp_path / "aliases.yaml").write_text(f"fit:\n  options:\n    x: &x0 [1]\n{aliases}  num_actions: *x9\n")
     (tmp_path / "figure.png").write_bytes(b"\x89PNG\xff\xfe")
     save_file({"weight": torch.zeros(2)}, tmp_path / "other.safetensors")
     save_file(models.cnn(20, (1, 8, 8)).state_dict(), tmp_path / "twenty.safetensors")
@@ -454,9 +463,10 @@ def test_a_benchmark_is_found_from_inside_the_checkout(
     for module in ("benchmarks", "benchmarks.apples", "benchmarks.shared"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     assert cli.main(["bench", "apples", "--quick", "--json", "out.json"]) == 0
-    assert capsys.readouterr().out == "apples ['--quick', '--json', 'out.json']\n"
+    heading = "apples: Counts apples.\n"  # said before the benchmark's imports, which take seconds
+    assert capsys.readouterr().out == f"{heading}apples ['--quick', '--json', 'out.json']\n"
     assert cli.main(["bench", "apples"]) == 0
-    assert capsys.readouterr().out == "apples []\n"
+    assert capsys.readouterr().out == f"{heading}apples []\n"
     code, error = outcome(["bench", "pears"], capsys)
     assert code == 2 and "There is no benchmark 'pears'; there are: apples." in error
 
