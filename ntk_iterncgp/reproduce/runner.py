@@ -75,10 +75,17 @@ def _parser() -> _Parser:
 def _run(arguments: argparse.Namespace) -> int:
     print(f"{arguments.name}: {EXPERIMENTS[arguments.name]}", flush=True)  # before imports that take seconds
     module = experiment(arguments.name)
-    from ntk_iterncgp.files import text_writer, write_atomically
+    from ntk_iterncgp.locks import FolderLock
 
     settings = load(module.SETTINGS, quick=arguments.quick, path=arguments.config, changes=_changes(arguments, module))
     folder = _writable(Path(arguments.output_dir or f"runs/paper/{arguments.name}"))
+    with FolderLock(folder, f"ntk-iterncgp reproduce {arguments.name}"):
+        return _run_in(folder, arguments, module, settings)
+
+
+def _run_in(folder: Path, arguments: argparse.Namespace, module: Any, settings: Settings) -> int:
+    from ntk_iterncgp.files import text_writer, write_atomically
+
     print(f"Settings: {_listed(settings)}", flush=True)
     started = time.perf_counter()
     outcome: Outcome = module.run(settings)

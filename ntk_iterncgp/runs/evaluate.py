@@ -38,7 +38,12 @@ def evaluate(
 ) -> Comparison | RegressionComparison:
     """The whole command: prints a table, writes `report.html`, `results.json` and `table.txt`."""
     check_keywords(config)
-    setting = prepare(config, command)
+    with prepare(config, command) as setting:
+        return _evaluate(setting, title)
+
+
+def _evaluate(setting: Setting, title: str | None) -> Comparison | RegressionComparison:
+    config = setting.config
     folds_of(config, len(labels_of(setting.data.test)))  # too few inputs to tune on are found before the fit
     fitted = saved_fit(setting)
     if fitted is None:

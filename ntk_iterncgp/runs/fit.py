@@ -40,8 +40,7 @@ class Fitted:
 def fit(config: RunConfig) -> Path:
     """The whole command; returns the posterior file. Processes that torchrun started fit together, and one writes."""
     check_keywords(config)
-    with parallel.joined(chosen_device(config.device).type), parallel.together():
-        setting = prepare(config, "fit")
+    with parallel.joined(chosen_device(config.device).type), parallel.together(), prepare(config, "fit") as setting:
         path = setting.folder / POSTERIOR
         with setting.saved_as_it_goes():
             fitted = fitted_to(setting)

@@ -18,6 +18,7 @@ from ntk_iterncgp.config import ConfigError, RunConfig, as_plain, as_yaml, flat,
 from ntk_iterncgp.data import FixedOrderData
 from ntk_iterncgp.evaluation.stopwatch import Stopwatch
 from ntk_iterncgp.files import write_atomically
+from ntk_iterncgp.locks import FolderLock
 from ntk_iterncgp.network.progress import data_digests
 from ntk_iterncgp.priors.jacobian import as_outputs
 from ntk_iterncgp.runs.flavour import make_flavour
@@ -55,7 +56,16 @@ class Setting:
     data: datasets.Data
     device: torch.device
     checkpoint: Checkpoint | None
+    lock: FolderLock | None  # the main process's
     watch: Stopwatch = field(default_factory=Stopwatch)
+
+    def __enter__(self) -> Setting:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """The run has ended, one way or another: others may write into its folder."""
+        if self.lock is not None:
+            self.lock.release()
 
     def resolved(self) -> dict[Path, str]:
         """The file of all settings, to be written together with what came out."""
@@ -68,21 +78,25 @@ class Setting:
 
 
 def prepare(config: RunConfig, command: str) -> Setting:
-    """Output folder, log and data. An earlier run's files stay as they are until there is a result to replace them."""
+    """Output folder, log and data. An earlier run's files stay as they are until there is a result to replace them.
+
+    The folder is locked until the setting, a context manager, is left: a second run in it is refused.
+    """
     device = chosen_device(config.device)
     with parallel.main_first():
         data = datasets.load(config.data, seed=config.seed)
     data = data.put_aside(num_held_out(config, data), config.data.held_out_from, config.seed)
-    folder = Path(config.output_dir)
+    folder, lock = Path(config.output_dir), None
     if parallel.is_main():
         folder = prepare_output_dir(config)
+        lock = FolderLock(folder, f"ntk-iterncgp {command}")
     log = Log(folder)
     sizes = f"{len(data.train):,} to learn from, {len(data.test):,} to be tested on"  # type: ignore[arg-type]
     others = "" if data.held_out is None else f", {len(data.held_out):,} held out"  # type: ignore[arg-type]
     others += "".join(f", {len(other):,} of {name}" for name, other in data.ood.items())  # type: ignore[arg-type]
     kind = "real targets" if data.task == "regression" else f"{data.num_outputs} classes"
     log(f"Data: {config.data.name}, {sizes}{others}, {kind}, inputs {data.input_shape}")
-    return Setting(config, command, folder, log, data, device, _checkpoint(config, folder, log))
+    return Setting(config, command, folder, log, data, device, _checkpoint(config, folder, log), lock)
 
 
 def _checkpoint(config: RunConfig, folder: Path, log: Log) -> Checkpoint | None:
