@@ -24,6 +24,7 @@ POLICIES = ("unit", "residual", "curvature_residual", "random_subspace")
 KERNELS = ("RBF", "Matern12", "Matern32", "Matern52")
 TASKS = ("classification", "regression")
 PROTOCOLS = ("crossfit", "validation", "none")
+DEFAULT_EPOCHS = 50
 BASELINES = ("map", "temperature", "prior", "last_layer", "kfac", "sod", "ella", "valla", "exact")
 
 
@@ -54,10 +55,23 @@ class ModelConfig:
     name: str = "cnn"
     checkpoint: str | None = None  # .safetensors, or .pt with weights only; also looked for under data.root
     arguments: dict[str, Any] = field(default_factory=dict)
-    train_epochs: int = 50
+    train_epochs: int | None = None  # 0: the weights as they come; null: 50 without a checkpoint; yours must say which
     train_batch_size: int = 50
     learning_rate: float = 3e-3
     weight_decay: float = 1e-5
+
+    @property
+    def is_own(self) -> bool:
+        """Made by a function of the user's."""
+        return ":" in self.name
+
+    @property
+    def epochs_here(self) -> int:
+        """For how many epochs it is trained by this run; 0 where its weights are taken as they come."""
+        if self.checkpoint is not None:
+            return 0
+        default = 0 if self.arguments.get("weights") is not None else DEFAULT_EPOCHS
+        return default if self.train_epochs is None else self.train_epochs
 
 
 @dataclass(frozen=True)
@@ -166,6 +180,13 @@ class RunConfig:
                 raise ConfigError(f"{name} expects a whole number of at most {MOST}, but got {shown(value)}.")
         if self.data.task == "regression" and (self.data.name != "arrays" or self.data.ood):
             raise ConfigError("data.task 'regression' expects data.name 'arrays', and no data.ood.")
+        model = self.model
+        if self.kernel.name is None and model.is_own and model.checkpoint is None and model.train_epochs is None:
+            raise ConfigError(
+                f"model.train_epochs must be set for '{model.name}' without a checkpoint; got null. Try "
+                f"{DEFAULT_EPOCHS} to train the network here, 0 to take its weights as the function returns them, or "
+                "set model.checkpoint."
+            )
         if self.tuning.precision_min >= self.tuning.precision_max:
             raise ConfigError(
                 "tuning.precision_min expects a number below tuning.precision_max, but got "

@@ -217,11 +217,11 @@ def train(
     generator = torch.Generator().manual_seed(seed)
     loader = DataLoader(data, config.train_batch_size, shuffle=True, generator=generator)
     optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, config.train_epochs * len(loader)))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, config.epochs_here * len(loader)))
     is_regression = task == "regression"
     score = total = 0.0
     model.train()
-    for _ in tqdm(range(config.train_epochs), desc="Training", unit="epoch", leave=False, disable=None):
+    for _ in tqdm(range(config.epochs_here), desc="Training", unit="epoch", leave=False, disable=None):
         score = total = 0.0
         for x, y in loader:
             x, y = x.to(device), y.to(device)

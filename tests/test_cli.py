@@ -55,6 +55,11 @@ def fit(*settings: str) -> list[str]:
     return ["fit", "empty.yaml", *(text for setting in settings for text in ("--set", setting))]
 
 
+def own(name: str) -> list[str]:
+    """A model by its import path, whose weights are taken as they come."""
+    return fit(f"model.name={name}", "model.train_epochs=0")
+
+
 MINE = """
 import torch
 
@@ -136,7 +141,7 @@ class sums(Linear):
         (fit("model.name=lenett"), "There is no model 'lenett'; did you mean 'lenet'?"),
         (fit("model.name=lenet"), "'lenet' expects square images with sides of at least 12"),
         (fit("model.name=cifar_resnet20"), "expects square images with 3 channels"),
-        (fit("model.name=no_such_module:make"), "Cannot import the model 'no_such_module:make'"),
+        (own("no_such_module:make"), "Cannot import the model 'no_such_module:make'"),
         (fit("model.arguments={size: 3}"), "model.arguments do not suit 'cnn'"),
         (
             fit("model.name=mlp", "model.arguments={width: 0}"),
@@ -148,15 +153,19 @@ class sums(Linear):
         ),
         (fit("model.name=resnet18", "model.arguments={weights: nope}"), "do not suit 'resnet18' (KeyError: 'nope')."),
         (fit("model.name=alexnet"), "'alexnet' cannot be used with inputs of shape (1, 8, 8) (RuntimeError: "),
-        (fit("model.name=mine_cli:fails"), "with model.arguments {} (ValueError: no such width)."),
+        (own("mine_cli:fails"), "with model.arguments {} (ValueError: no such width)."),
         (
-            fit("model.name=mine_cli:asserts"),
+            own("mine_cli:asserts"),
             "cannot be used with inputs of shape (1, 8, 8) (AssertionError: too small)",
         ),
-        (fit("model.name=mine_cli:detaches"), "shape (1, 8, 8) (RuntimeError: element 0 of tensors does not require"),
-        (fit("model.name=mine_cli:sums"), "two inputs are expected to have two rows of outputs, but have 1)."),
-        (fit("model.name=broken_cli:make"), "Cannot import the model 'broken_cli:make'; install it, or run where it"),
-        (fit("model.name=mine_cli:absent"), "Cannot find the model 'mine_cli:absent': 'mine_cli' has no 'absent'."),
+        (own("mine_cli:detaches"), "shape (1, 8, 8) (RuntimeError: element 0 of tensors does not require"),
+        (own("mine_cli:sums"), "two inputs are expected to have two rows of outputs, but have 1)."),
+        (own("broken_cli:make"), "Cannot import the model 'broken_cli:make'; install it, or run where it"),
+        (own("mine_cli:absent"), "Cannot find the model 'mine_cli:absent': 'mine_cli' has no 'absent'."),
+        (
+            fit("model.name=mine_cli:Linear"),
+            "model.train_epochs must be set for 'mine_cli:Linear' without a checkpoint; got null. Try 50 to train",
+        ),
         (fit("model.checkpoint=no.safetensors"), "There is no checkpoint at 'no.safetensors'"),
         (fit("model.checkpoint=figure.png"), "'figure.png' is"),
         (fit("model.checkpoint=other.safetensors"), "is a checkpoint of another architecture than 'cnn': it lacks"),
@@ -251,7 +260,7 @@ def test_a_model_with_another_number_of_classes_is_refused(tmp_path: Path, capsy
     (tmp_path / "made_here.py").write_text(
         "import torch\ndef net():\n    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 7))\n"
     )
-    code, error = outcome(fit("model.name=made_here:net"), capsys)
+    code, error = outcome(own("made_here:net"), capsys)
     assert code == 2
     assert "expected to have 10 outputs, one for each class of the data, but has 7." in error
 

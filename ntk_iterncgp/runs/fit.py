@@ -123,7 +123,7 @@ def _hyperparameters(predictor: Predictor) -> dict[str, Any]:
 
 def _is_newer(path: Path, config: RunConfig) -> bool:
     """Whether the posterior was written after the files it depends on; a model made by a function has none to ask."""
-    if config.model.checkpoint is None and ":" in config.model.name:
+    if config.model.checkpoint is None and config.model.is_own:
         return False
     sources = [find_checkpoint(config)] if config.model.checkpoint is not None else []
     sources += [Path(config.data.train)] if config.data.train is not None else []

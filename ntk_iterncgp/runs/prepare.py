@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -15,7 +16,8 @@ from torch.utils.data import DataLoader
 from ntk_iterncgp import datasets, models, parallel
 from ntk_iterncgp.checkpoint import Checkpoint, open_call
 from ntk_iterncgp.config import ConfigError, RunConfig, as_plain, as_yaml, flat, prepare_output_dir
-from ntk_iterncgp.data import FixedOrderData
+from ntk_iterncgp.data import FixedOrderData, evaluating
+from ntk_iterncgp.datasets import labels_of
 from ntk_iterncgp.evaluation.stopwatch import Stopwatch
 from ntk_iterncgp.files import write_atomically
 from ntk_iterncgp.locks import FolderLock
@@ -24,6 +26,7 @@ from ntk_iterncgp.priors.jacobian import as_outputs
 from ntk_iterncgp.runs.flavour import make_flavour
 
 MOST_HELD_OUT = 1000
+CHECKED_DATA = 500  # how many training data show whether given weights fit them
 
 
 class Log:
@@ -111,17 +114,11 @@ def num_held_out(config: RunConfig, data: datasets.Data) -> int:
         return 0
     if given is not None:
         return given
-    return min(MOST_HELD_OUT, len(data.train) // 10) if is_trained_here(config) else 0  # type: ignore[arg-type]
-
-
-def is_trained_here(config: RunConfig) -> bool:
-    """Or else its weights come from a checkpoint, or with the model itself."""
-    model = config.model
-    return model.checkpoint is None and ":" not in model.name and model.arguments.get("weights") is None
+    return min(MOST_HELD_OUT, len(data.train) // 10) if config.model.epochs_here > 0 else 0  # type: ignore[arg-type]
 
 
 def prepare_model(setting: Setting) -> nn.Module:
-    """The network with its weights: from the checkpoint, or trained here."""
+    """The network with its weights: from the checkpoint, trained here, or as the model comes with them."""
     config, data, log = setting.config, setting.data, setting.log
     torch.manual_seed(config.seed)
     model = models.build(config.model.name, data.num_outputs, data.input_shape, config.model.arguments)
@@ -129,26 +126,71 @@ def prepare_model(setting: Setting) -> nn.Module:
     if config.model.checkpoint is not None:
         path = find_checkpoint(config)
         models.load_checkpoint(model, path, config.model.name)
-        log(f"Model: {config.model.name}, {num_weights(model):,} weights from {path.name}")
-        check_model(model, setting)
-        return model
     check_model(model, setting)
-    if not is_trained_here(config):
-        log(f"Model: {config.model.name}, {num_weights(model):,} weights as they come")
+    name = f"Model: {config.model.name}, {num_weights(model):,} weights"
+    if config.model.epochs_here > 0:
+        log(
+            f"{name}. No checkpoint was given (model.checkpoint), so it is trained here for "
+            f"{config.model.epochs_here} epochs."
+        )
+        _train_and_save(model, setting)
         return model
-    log(
-        f"Model: {config.model.name}, {num_weights(model):,} weights. No checkpoint was given (model.checkpoint), so "
-        f"it is trained here for {config.model.train_epochs} epochs."
-    )
-    started = time.perf_counter()
+    if config.model.checkpoint is not None:
+        log(f"{name} from {path.name}")
+        if config.model.train_epochs:
+            log("  model.train_epochs is not used: it is for networks without a checkpoint")
+    else:
+        log(f"{name} as they come, not trained here")
+    fit, checked = _fit_to_some(model, setting)
+    log(f"  {_described(setting, fit)} on {checked:,} of the training data")
+    _warn_if_useless(setting, fit)
+    return model
+
+
+def _train_and_save(model: nn.Module, setting: Setting) -> None:
+    started, target = time.perf_counter(), setting.folder / "model.safetensors"
     fit = _trained(model, setting)
-    target = setting.folder / "model.safetensors"
     weights = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
     if parallel.is_main():
         write_atomically(target, lambda path: save_file(weights, path))
-    how = f"{100 * fit:.1f} % right" if data.task == "classification" else f"error {fit:.3g} standard deviations"
-    log(f"Trained in {time.perf_counter() - started:.0f} s: {how} on the training data; {target}")
-    return model
+    seconds, how = time.perf_counter() - started, _described(setting, fit)
+    setting.log(f"Trained in {seconds:.0f} s: {how} on the training data; {target}")
+    _warn_if_useless(setting, fit)
+
+
+def _fit_to_some(model: nn.Module, setting: Setting) -> tuple[float, int]:
+    """Accuracy, or root mean squared error, on some training data drawn at random; and on how many."""
+    data, size = setting.data, len(setting.data.train)  # type: ignore[arg-type]
+    drawn = torch.randperm(size, generator=torch.Generator().manual_seed(setting.config.seed))[:CHECKED_DATA]
+    loader = DataLoader(datasets.chosen_of(data.train, drawn), min(len(drawn), setting.config.data.batch_size))
+    score = 0.0
+    with evaluating(model), torch.no_grad():
+        for x, y in loader:
+            outputs, y = as_outputs(model(x.to(setting.device))), y.to(setting.device)
+            is_regression = data.task == "regression"
+            score += float((outputs - y).square().sum() if is_regression else (outputs.argmax(1) == y).sum())
+    share = score / len(drawn)
+    return (math.sqrt(share) if data.task == "regression" else share), len(drawn)
+
+
+def _described(setting: Setting, fit: float) -> str:
+    is_regression = setting.data.task == "regression"
+    return f"error {fit:.3g} standard deviations" if is_regression else f"{100 * fit:.1f} % right"
+
+
+def _warn_if_useless(setting: Setting, fit: float) -> None:
+    """Warn where the network is no better than a constant: whatever its posterior says, it is about nothing."""
+    data = setting.data
+    if data.task == "regression":
+        is_useless, constant = fit > 0.99, "the mean of the targets"
+    else:
+        commonest = float(labels_of(data.train).bincount().max()) / len(data.train)  # type: ignore[arg-type]
+        is_useless, constant = fit <= commonest, f"always the commonest class ({100 * commonest:.1f} %)"
+    if is_useless:
+        setting.log(
+            f"Warning: the network fits its training data no better than {constant}. Train it longer "
+            "(model.train_epochs), or check its weights (model.checkpoint) and the scale of its inputs."
+        )
 
 
 def _trained(model: nn.Module, setting: Setting) -> float:
