@@ -39,7 +39,7 @@ class DataConfig:
     test: str | None = None  # the same; null: a fifth of the training data is held out
     train_limit: int | None = None  # null: all
     test_limit: int | None = None
-    held_out: int | None = None  # to choose the prior precision on; null: a tenth, at most 1000, if trained here
+    held_out: int | None = None  # to choose the prior precision on; null: a tenth (few data: a fifth) if trained here
     held_out_from: str = "train"  # or "test", for a checkpoint that has seen all training data
     ood: tuple[str, ...] = ()  # other data sets, "rotated", "noise": what a classifier should not be sure about
     ood_limit: int | None = 2000
@@ -110,7 +110,7 @@ class TuningConfig:
 
     protocol: str = "crossfit"  # two folds of the test set; "validation": a part of it put aside; "none"
     validation_size: int | None = None  # for "validation"; null: half of the test set, at most 1000
-    precision_min: float = 1e-3
+    precision_min: float = 1e-3  # `fit` looks further where the best one is at an end
     precision_max: float = 1e6
     steps_per_decade: int = 4
 

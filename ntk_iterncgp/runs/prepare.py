@@ -25,7 +25,11 @@ from ntk_iterncgp.network.progress import data_digests
 from ntk_iterncgp.priors.jacobian import as_outputs
 from ntk_iterncgp.runs.flavour import make_flavour
 
-MOST_HELD_OUT = 1000
+LEAST_HELD_OUT, ENOUGH_HELD_OUT, MOST_HELD_OUT = 20, 50, 1000
+"""How many inputs choose a prior precision. Over eight networks on 100 to 1000 data, a choice on 14 inputs costs up to
+.07 nats of test NLL on average and .2 in one of ten draws; on 20 up to .05, on 50 up to .023, on 100 up to .012. The
+evidence costs .01 to .1, and where a network fits all of its training data 1.0 to 1.2."""
+
 CHECKED_DATA = 500  # how many training data show whether given weights fit them
 
 
@@ -108,13 +112,21 @@ def _checkpoint(config: RunConfig, folder: Path, log: Log) -> Checkpoint | None:
 
 
 def num_held_out(config: RunConfig, data: datasets.Data) -> int:
-    """As set; else a tenth where the network is trained here. A kernel has nothing to choose on them."""
-    given = config.data.held_out
+    """As set; else a tenth where the network is trained here, or up to a fifth where a tenth are few. None where a
+    fifth are too few to choose on, or nothing is to be chosen: a kernel has no prior precision."""
+    given, is_tuned = config.data.held_out, config.tuning.protocol != "none"
     if config.kernel.name is not None:
         return 0
     if given is not None:
+        if is_tuned and 0 < given < LEAST_HELD_OUT:
+            raise ConfigError(
+                f"data.held_out must be 0 or at least {LEAST_HELD_OUT}; got {given}, too few to choose a prior "
+                "precision on. Try 0 for the evidence, or tuning=none with fit.prior_precision."
+            )
         return given
-    return min(MOST_HELD_OUT, len(data.train) // 10) if config.model.epochs_here > 0 else 0  # type: ignore[arg-type]
+    size = len(data.train)  # type: ignore[arg-type]
+    count = min(MOST_HELD_OUT, max(size // 10, min(ENOUGH_HELD_OUT, size // 5)))
+    return count if is_tuned and config.model.epochs_here > 0 and count >= LEAST_HELD_OUT else 0
 
 
 def prepare_model(setting: Setting) -> nn.Module:
