@@ -34,7 +34,7 @@ ORDER = [
     {"network"},
     {"tuning", "hyperparameters", "gp_checks", "gp_saving"},
     {"gp", "laplace_addon"},
-    {"settings"},
+    {"settings", "reporting"},
     {"config"},
     {"datasets", "models"},
     {"evaluation"},

@@ -127,6 +127,22 @@ def test_a_network_that_is_too_cautious_keeps_some_uncertainty_and_the_log_warns
     assert precision < 1e6
 
 
+def test_a_refined_mean_of_a_classifier_keeps_the_precision_of_its_fit(folder: Path) -> None:
+    table(folder, 180)
+    settings = ("fit.mean=refined", "fit.prior_precision=2.7", "model.train_epochs=40", "fit.num_actions=15")
+    code, log, precision = fit(*settings)
+    assert code == 0 and precision == pytest.approx(2.7) and "held out" not in log
+    assert "Prior precision 2.7, as set (fit.prior_precision): a refined mean of a classifier is the mode under" in log
+    changes = [text for setting in (*settings, "evaluate.baselines=[map, prior, exact]") for text in ("--set", setting)]
+    assert cli.main(["evaluate", "run.yaml", *changes, "--output-dir", "out"]) == 0
+    results = json.loads(Path("out", "results.json").read_text(encoding="utf-8"))
+    methods = {method["name"]: method for method in results["methods"]}
+    assert methods["ours"]["hyperparameters"] == pytest.approx([2.7, 2.7]) and results["evidence_precision"] is None
+    assert len(set(methods["prior"]["hyperparameters"])) >= 1 and methods["prior"]["hyperparameters"] != [2.7, 2.7]
+    code, log, precision = fit("data.task=regression", "data.train=targets.csv", *settings)
+    assert code == 0 and precision != pytest.approx(2.7) and "by the NLL of 28 inputs held out" in log
+
+
 @pytest.mark.parametrize("data", ["data.held_out=100", "data.held_out=0"], ids=["NLL", "evidence"])
 @pytest.mark.parametrize("task", ["classification", "regression"])
 def test_a_grid_that_lacks_the_optimum_is_widened_to_it(folder: Path, data: str, task: str) -> None:

@@ -114,7 +114,8 @@ def _checkpoint(config: RunConfig, folder: Path, log: Log) -> Checkpoint | None:
 def num_held_out(config: RunConfig, data: datasets.Data) -> int:
     """As set; else a tenth where the network is trained here, or up to a fifth where a tenth are few. None where a
     fifth are too few to choose on, or nothing is to be chosen: a kernel has no prior precision."""
-    given, is_tuned = config.data.held_out, config.tuning.protocol != "none"
+    is_fixed = config.fit.mean == "refined" and data.task == "classification"  # by its own prior: see `tune.py`
+    given, is_tuned = config.data.held_out, config.tuning.protocol != "none" and not is_fixed
     if config.kernel.name is not None:
         return 0
     if given is not None:
@@ -227,7 +228,15 @@ def _trained(model: nn.Module, setting: Setting) -> float:
     fit = 0.0
     if parallel.is_main():
         with models.foreign(f"'{config.model.name}' cannot be trained on these data"):
-            fit = models.train(model, data.train, config.model, task=data.task, seed=config.seed, device=setting.device)
+            fit = models.train(
+                model,
+                data.train,
+                config.model,
+                task=data.task,
+                seed=config.seed,
+                device=setting.device,
+                say=setting.log,
+            )
     parallel.same_model(model.eval())
     found = {"weights": model.state_dict(), "random": torch.get_rng_state(), "fit": fit, "data": digests}
     call.end(lambda: found)

@@ -30,8 +30,8 @@ from ntk_iterncgp.evaluation import regression
 from ntk_iterncgp.evaluation.compare import precision_grid
 from ntk_iterncgp.evaluation.crossfit import nll_of
 from ntk_iterncgp.evaluation.families import Ours
+from ntk_iterncgp.evaluation.sweep import validation_parts
 from ntk_iterncgp.evaluation.uncertainty import gaussian_losses
-from ntk_iterncgp.laplace_addon.grid import pass_once
 from ntk_iterncgp.runs.prepare import LEAST_HELD_OUT, Setting
 
 LIMITS = (1e-9, 1e12)  # of the precisions that are tried
@@ -97,9 +97,15 @@ class Found:
 
 def tune(setting: Setting, la: Any) -> None:
     """Set `prior_precision`, and `sigma_noise` of a regression, and report how they were found."""
+    held_out, is_regression = setting.data.held_out, setting.data.task == "regression"
     if setting.config.tuning.protocol == "none":
         return
-    held_out, is_regression = setting.data.held_out, setting.data.task == "regression"
+    if setting.config.fit.mean == "refined" and not is_regression:
+        setting.log(
+            f"Prior precision {setting.config.fit.prior_precision:.3g}, as set (fit.prior_precision): a refined mean "
+            "of a classifier is the mode under one prior, and another precision takes another fit."
+        )
+        return
     search = Search.of(setting.config)
     noises = regression.NOISES if is_regression else torch.ones(1)
     if held_out is None:
@@ -145,7 +151,7 @@ def _comment(setting: Setting, found: Found, criterion: str) -> None:
 
 def _of_labels(setting: Setting, la: Any, search: Search, held_out: Dataset[Any]) -> Loss:
     config = setting.config
-    parts = pass_once(la, DataLoader(held_out, config.data.batch_size), True)
+    parts = validation_parts(la, DataLoader(held_out, config.data.batch_size), setting.log, "Held-out inputs")
     family = Ours(
         la.posterior,
         parts,
@@ -162,7 +168,7 @@ def _of_labels(setting: Setting, la: Any, search: Search, held_out: Dataset[Any]
 
 def _of_targets(setting: Setting, la: Any, search: Search, held_out: Dataset[Any]) -> Loss:
     config = setting.config
-    parts = pass_once(la, DataLoader(held_out, config.data.batch_size), True)
+    parts = validation_parts(la, DataLoader(held_out, config.data.batch_size), setting.log, "Held-out inputs")
     family = regression.Ours(la.posterior, parts, search.precisions, refined=config.fit.mean == "refined")
     targets = torch.cat([part.targets for part in parts]).double().cpu()[:, 0]
     everything = torch.arange(len(targets))
