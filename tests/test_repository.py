@@ -18,7 +18,7 @@ MAX_LINES = 350
 # Rooms from the foundations up. A room may import from lines above its own, and from itself.
 ORDER = [
     {"parallel", "threads", "files", "digests", "precision"},
-    {"checkpoint", "order", "interrupt", "memory"},
+    {"checkpoint", "order", "interrupt", "memory", "orthonormal"},
     {"kept"},
     {"data"},
     {"columns"},

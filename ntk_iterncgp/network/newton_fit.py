@@ -63,7 +63,7 @@ def fit_by_products(
         anchor = Anchor(
             (outputs.double() - prior.mean).flatten(), float(prior_precision.double() @ network.shift.double() ** 2)
         )
-    problem = Problem(prior, likelihood, targets, anchor)
+    problem = Problem(prior, likelihood, targets, anchor, whitened=network.classification and not refined)
     capacity = min(settings.stopping.max_products, problem.curvature_rank)
     start = initial_state(problem, seed=settings.seed, capacity=capacity)
     return _finish(start, lambda state: _run(state, settings), network, settings, progress_bar, [], call)

@@ -41,7 +41,10 @@ class Unit:
         last = min(state.num_proposals + width, state.problem.curvature_rank)
         index = torch.arange(min(state.num_proposals, last), last, device=state.latent.device)
         block = torch.zeros(state.problem.num_rows, len(index), dtype=torch.float64, device=state.latent.device)
-        block[(index // rank) * outputs + index % rank, torch.arange(len(index), device=index.device)] = 1.0
+        output = index % rank
+        if state.problem.whitened and rank < outputs:  # all but the likeliest, of which the others leave nothing
+            output = output + (output >= state.latent[index // rank].argmax(1)).long()
+        block[(index // rank) * outputs + output, torch.arange(len(index), device=index.device)] = 1.0
         return block
 
 
