@@ -214,7 +214,7 @@ def _weight_posterior(state: State, network: LinearisedNetwork, refined: bool) -
     diagonal = prior.curvature_diagonal(state.problem.curvature_product(state.latent))
     posterior = WeightPosterior(
         images=images.weights.matrix.clone() if images.size < capacity else images.weights.matrix,
-        noise_gram=_with_rounding(state.noise_gram) / noise_scale,
+        noise_gram=(_with_rounding(state.noise_gram) if refined else state.noise_gram) / noise_scale,
         right_hand_side=torch.zeros_like(state.iterate.coefficients),
         anchor_share=state.iterate.anchor_share,
         prior_mean=network.prior_mean.detach().reshape(-1).clone(),
