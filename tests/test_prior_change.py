@@ -57,30 +57,26 @@ class Truth:
 # What the network's own mean follows
 
 
-@pytest.mark.parametrize("scale", [5.0, 20.0, 100.0, 1000.0])
+@pytest.mark.parametrize("scale", [20.0, 1000.0])
 @pytest.mark.parametrize("policy", ["unit", "residual", "curvature_residual", "random_subspace"])
-@pytest.mark.parametrize("num_actions", [20, 120])
+@pytest.mark.parametrize("num_actions", [20, 72])
 def test_variance_never_falls_below_the_exact_posterior_of_any_precision(
     scale: float, policy: str, num_actions: int
 ) -> None:
     """A floor on probabilities that is right for the prior of the fit says too much under a weaker one."""
     for wrong in (0, 4):
-        model, loader = confident_net(scale, wrong=wrong)
+        model, loader = confident_net(scale, num_data=18, wrong=wrong)
         x = torch.cat([torch.randn(6, 4, generator=torch.Generator().manual_seed(1)).double(), near(loader)])
-        truth = Truth(model, loader, x)
-        for precision in (1e4, 1e-4):
-            la = Laplace(
-                model, "classification", "all", "iterncgp", policy=policy, num_actions=num_actions,
-                prior_precision=precision,
-            )  # fmt: skip
-            la.fit(loader)
-            for now in PRECISIONS:
-                la.prior_precision = now
-                found, exact = la.predictive_moments(x)[1].diagonal(dim1=1, dim2=2), truth.variances(now)
-                assert float((found / exact).min()) > 1 - 1e-6
-                lower, upper = map(float, la.posterior.log_determinant_bounds(la.prior_precision, la._noise_scale))
-                information = truth.log_determinant(now)
-                assert lower <= information * (1 + 1e-9) + 1e-9 and upper >= information * (1 - 1e-9) - 1e-6
+        truth, settings = Truth(model, loader, x), {"policy": policy, "num_actions": num_actions}
+        la = Laplace(model, "classification", "all", "iterncgp", prior_precision=1e4, **settings)
+        la.fit(loader)
+        for now in PRECISIONS:
+            la.prior_precision = now
+            found, exact = la.predictive_moments(x)[1].diagonal(dim1=1, dim2=2), truth.variances(now)
+            assert float((found / exact).min()) > 1 - 1e-6
+            lower, upper = map(float, la.posterior.log_determinant_bounds(la.prior_precision, la._noise_scale))
+            information = truth.log_determinant(now)
+            assert lower <= information * (1 + 1e-9) + 1e-9 and upper >= information * (1 - 1e-9) - 1e-6
 
 
 def near(loader: DataLoader) -> Tensor:
@@ -90,11 +86,11 @@ def near(loader: DataLoader) -> Tensor:
 @pytest.mark.parametrize("scale", [20.0, 1000.0])
 def test_all_units_of_a_confident_network_are_the_exact_posterior_of_any_precision(scale: float) -> None:
     """However small the probabilities are, their noise does not drown that of the others."""
-    model, loader = confident_net(scale)
+    model, loader = confident_net(scale, num_data=18)
     truth = Truth(model, loader, near(loader))
-    la = Laplace(model, "classification", "all", "iterncgp", policy="unit", num_actions=120, prior_precision=1.0)
+    la = Laplace(model, "classification", "all", "iterncgp", policy="unit", num_actions=72, prior_precision=1.0)
     la.fit(loader)
-    assert la.posterior.rank == 120
+    assert la.posterior.rank == 72
     for now in PRECISIONS:
         la.prior_precision = now
         close(la.predictive_moments(near(loader))[1].diagonal(dim1=1, dim2=2), truth.variances(now), 1e-8)
@@ -121,12 +117,10 @@ def test_actions_of_the_networks_own_mean_have_unit_noise(policy: str, dtype: to
 @pytest.mark.parametrize("policy", ["unit", "residual", "curvature_residual"])
 def test_confident_networks_raise_no_false_alarm(policy: str, mean: str, dtype: torch.dtype) -> None:
     """Weak priors, where the noise of decided data is 1e18 times that of the others."""
-    for num_outputs, scale in ((2, 1000.0), (5, 100.0), (5, 1000.0), (10, 100.0), (10, 1000.0)):
-        model, loader = confident_net(scale, num_outputs, dtype=dtype)
-        la = Laplace(
-            model, "classification", "all", "iterncgp", policy=policy, mean=mean, num_actions=30 * (num_outputs - 1),
-            prior_precision=1e-4,
-        )  # fmt: skip
+    for num_outputs, num_data, scale in ((2, 30, 1000.0), (5, 20, 100.0), (10, 12, 1000.0)):
+        model, loader = confident_net(scale, num_outputs, num_data=num_data, dtype=dtype)
+        settings = {"policy": policy, "mean": mean, "num_actions": num_data * (num_outputs - 1)}
+        la = Laplace(model, "classification", "all", "iterncgp", prior_precision=1e-4, **settings)
         la.fit(loader)
         found = la.predictive_moments(near(loader))[1].double().diagonal(dim1=1, dim2=2)
         exact = Truth(model.double(), training_double(loader), near(loader).double(), la._fit.progress.latent)
@@ -191,7 +185,7 @@ def test_a_refused_question_about_the_evidence_leaves_the_precision_as_it_was() 
 @pytest.mark.parametrize("method", ["marglik", "gridsearch", "validation"])
 def test_a_refined_classifier_is_not_tuned_without_refits(method: str) -> None:
     la = fitted(MLP, mean="refined", num_actions=8)
-    with pytest.raises(ValueError, match="needs a fit for every candidate; got 'refined'. Try to tune with mean='netw"):
+    with pytest.raises(ValueError, match=r"needs a fit for every candidate; got 'refined'\. Try to tune with mean="):
         la.optimize_prior_precision(method=method, val_loader=validation(MLP))
     assert float(la.prior_precision) == 1.0
 

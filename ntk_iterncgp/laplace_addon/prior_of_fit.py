@@ -41,14 +41,14 @@ def check_prior(la: IterNCGPLaplace) -> None:
         return
     now, sizes = hyperparameters(la), la._layer_sizes()
     for name, fitted in la._prior_of_fit.items():
-        pair = (now[name], fitted.to(now[name].device))
+        one, other = now[name], fitted.to(now[name].device)
         if name == "prior_precision":
-            pair = precision_of_weights(pair[0], sizes), precision_of_weights(pair[1], sizes)
-        if not torch.allclose(*torch.broadcast_tensors(*pair), rtol=SAME, atol=0.0):
+            one, other = precision_of_weights(one, sizes), precision_of_weights(other, sizes)
+        if not bool(((one - other).abs() <= SAME * other.abs()).all()):
             raise ValueError(
-                f"`{name}` must be that of the fit, {_shown(fitted)}, for a refined mean of a classifier: under another "
-                f"prior the mode moves, and the curvature with it; got {_shown(now[name])}. Try fit(train_loader) "
-                "again with it, or mean='network', which follows any prior."
+                f"`{name}` must be that of the fit, {_shown(fitted)}, for a refined mean of a classifier: under "
+                f"another prior the mode moves, and the curvature with it; got {_shown(now[name])}. Try "
+                "fit(train_loader) again with it, or mean='network', which follows any prior."
             )
 
 

@@ -41,6 +41,7 @@ from ntk_iterncgp.weight_posterior import WeightPosterior
 
 ROUNDINGS = 4  # of a sum over all data, in units of eps: a slice of rows at a time, each by pairs
 
+
 def fit_by_products(
     network: LinearisedNetwork, settings: NetworkSettings, *, progress_bar: bool, call: Call = UNSAVED
 ) -> NetworkFit:
