@@ -290,8 +290,8 @@ def test_a_failed_choice_leaves_the_precision_as_it_was(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
-def test_a_temperature_that_is_none_is_refused_by_predictions(temperature: float) -> None:
+def test_a_temperature_that_is_not_positive_is_refused_where_it_is_set(temperature: float) -> None:
     la = fitted(MLP)
-    la.temperature = temperature
     with pytest.raises(ValueError, match="temperature expects a positive number"):
-        la.predictive_moments(near_and_far(MLP))
+        la.temperature = temperature
+    assert la.temperature == 1.0 and bool(torch.isfinite(la.predictive_moments(near_and_far(MLP))[1]).all())

@@ -273,4 +273,22 @@ def test_a_second_fit_that_fails_leaves_the_first_usable(subset: str, mean_mode:
             la.fit(bad)
         after = la.predictive_moments(x)
         assert torch.equal(after[0], before[0]) and torch.equal(after[1], before[1])
-        assert torch.equal(la.log_marginal_likelihood(), evidence) and la.report_ is report
+        assert torch.equal(la.log_marginal_likelihood(), evidence) and la.report_ == report
+
+
+def test_a_posterior_of_other_layers_with_the_same_weights_is_refused() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    other = nn.Sequential(model[0], nn.Tanh(), model[2])
+    x = torch.randn(8, 3)
+    la = Laplace(model, "classification", "all", "iterncgp", num_actions=4)
+    la.fit(DataLoader(TensorDataset(x, torch.randint(2, (8,))), batch_size=4))
+    with pytest.raises(ValueError, match="modules"):
+        Laplace(other, "classification", "all", "iterncgp", num_actions=4).load_state_dict(la.state_dict())
+
+
+def test_before_a_fit_the_evidence_and_its_parts_ask_for_one() -> None:
+    la = Laplace(nn.Linear(3, 2), "classification", "all", "iterncgp")
+    for name in ("log_likelihood", "scatter", "log_det_ratio"):
+        with pytest.raises((RuntimeError, AttributeError), match="fit"):
+            getattr(la, name)

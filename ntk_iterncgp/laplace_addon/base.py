@@ -99,7 +99,11 @@ class IterNCGPLaplace(FittedNetwork):
             self._check_nonempty_inputs(x)
             # It depends on differences between the outputs alone: one backward pass less.
             mean, covariance = self._moments(x, softmax.contrasts(self._device))
-        return expected_response(softmax, mean, covariance, link="quadrature", num_samples=n_samples)
+        wide = torch.promote_types(mean.dtype, torch.float32)  # no eigenvalues in half precision
+        response = expected_response(
+            softmax, mean.to(wide), covariance.to(wide), link="quadrature", num_samples=n_samples
+        )
+        return response.to(mean.dtype)
 
     def uncertainty(self, x: Inputs) -> Uncertainty:
         """Scores of each input for rejection, out-of-distribution detection and active learning; prints as a table."""
@@ -194,6 +198,7 @@ class IterNCGPLaplace(FittedNetwork):
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:  # (n_samples, P)
         """Draws of the weights."""
         self._check_fitted()
+        n_samples = whole_number("n_samples", n_samples, at_least=1)
         posterior = self._posterior_now()
         return (self._mean_weights(posterior) + posterior.sample(n_samples, generator)).to(self._dtype)
 
@@ -223,14 +228,30 @@ class IterNCGPLaplace(FittedNetwork):
         factor = self.posterior.factor(self.prior_precision, self._noise_scale)
         return factor.half_solve(right_hand_side).square().sum().to(self._dtype)
 
+    def _glm_functional_samples(
+        self, f_mu: Tensor, f_var: Tensor, n_samples: int, diagonal_output: bool = False, generator: Any = None
+    ) -> Tensor:
+        """In single precision at least: there is no Cholesky factorisation in half precision."""
+        dtype = torch.promote_types(f_mu.dtype, torch.float32)
+        draws = super()._glm_functional_samples(f_mu.to(dtype), f_var.to(dtype), n_samples, diagonal_output, generator)
+        return draws.to(f_mu.dtype)
+
+    @property
+    def log_likelihood(self) -> Tensor:
+        """log p(y | f) of the training data."""
+        self._check_fitted()
+        return super().log_likelihood
+
     @property
     def log_det_ratio(self) -> Tensor:
         """An upper bound on log|I + W^{½}KW^{½}|, so that the evidence is safe to maximise."""
+        self._check_fitted()
         return self.posterior.log_determinant_bounds(self.prior_precision, self._noise_scale)[1].to(self._dtype)
 
     @property
     def scatter(self) -> Tensor:
         """The prior's penalty of the mean weights."""
+        self._check_fitted()
         if self.settings.mean == "refined":
             delta = self._mean_weights(self._posterior_now()).to(self._dtype) - self.prior_mean
         else:

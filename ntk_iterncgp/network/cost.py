@@ -119,7 +119,7 @@ def check_memory_to_refine(
     most = fitted.num_data * fitted.num_outputs
     epochs = min(1.0 if budget.epochs is None else budget.epochs, float(most))
     if settings.policy is None:
-        more = min(most, cost.num_actions * math.ceil(epochs / epochs_of(1, settings.cotangents, 1)))
+        more = min(most, cost.num_actions * math.ceil(epochs / epochs_of(1, settings.cotangents or 1, 1)))
         needed = per_action * (fitted.posterior.rank + 2 * more)
     else:
         more = min(most, max(1, round(epochs / PRODUCT_EPOCHS)))

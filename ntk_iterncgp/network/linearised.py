@@ -30,7 +30,7 @@ class NetworkSettings:
     mean: str
     policy: Policy | None  # None: clusters
     num_actions: int
-    cotangents: int
+    cotangents: int | None  # directions of each datum; None: one, or each output of a regression
     max_epochs: float | None
     stopping: Stopping
     options: NewtonOptions
