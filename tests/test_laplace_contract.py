@@ -385,6 +385,8 @@ def test_predictions_do_not_depend_on_the_memory_they_are_given(subset: str, row
         close(ours, theirs, 1e-10)
     close(small(x), large(x), 1e-10)
     close(small.log_marginal_likelihood(), large.log_marginal_likelihood(), 1e-10)
+    if mean_mode == "refined":  # which has one precision, that of the fit
+        return
     for la in (small, large):
         la.optimize_prior_precision(method="gridsearch", val_loader=validation(MLP), **GRID)
     assert torch.equal(small.prior_precision, large.prior_precision)

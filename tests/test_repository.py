@@ -19,7 +19,7 @@ MAX_LINES = 600  # files are cut by idea; ruff limits how complex a function may
 ORDER = [
     {"parallel", "threads", "files", "digests", "precision", "frozen", "inputs"},
     {"locks"},
-    {"checkpoint", "order", "interrupt", "memory"},
+    {"checkpoint", "order", "interrupt", "memory", "orthonormal"},
     {"kept", "repeatability"},
     {"data"},
     {"columns"},

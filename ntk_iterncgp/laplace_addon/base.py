@@ -18,9 +18,10 @@ from ntk_iterncgp.data import Inputs, evaluating
 from ntk_iterncgp.laplace_addon.checks import check_positive, kept_on_failure
 from ntk_iterncgp.laplace_addon.fitting import FittedNetwork
 from ntk_iterncgp.laplace_addon.grid import GivenMoments, descend, search_grid
+from ntk_iterncgp.laplace_addon.prior_of_fit import check_may_be_tuned, check_prior, hyperparameters
 from ntk_iterncgp.laplace_addon.saving import from_state_dict, to_state_dict
 from ntk_iterncgp.likelihoods import Softmax
-from ntk_iterncgp.network import Progress
+from ntk_iterncgp.network import NetworkFit, Progress
 from ntk_iterncgp.network.reading import unfolded
 from ntk_iterncgp.precision import full_precision
 from ntk_iterncgp.predictive import (
@@ -40,6 +41,16 @@ QUASI = "quasi"
 
 class IterNCGPLaplace(FittedNetwork):
     """The posterior of the linearised network given all training data. Abstract; the flavours are final."""
+
+    _prior_of_fit: dict[str, Tensor]
+
+    def _take(self, result: NetworkFit) -> None:
+        super()._take(result)
+        self._prior_of_fit = hyperparameters(self)
+
+    def _refresh_posterior(self) -> None:
+        super()._refresh_posterior()
+        check_prior(self)
 
     # --- predictions -------------------------------------------------------------------------------------------------
 
@@ -198,12 +209,14 @@ class IterNCGPLaplace(FittedNetwork):
     ) -> Tensor:
         """A lower bound on the Laplace evidence, equal to it with enough actions; differentiable in both arguments."""
         self._check_fitted()
-        if prior_precision is not None:
-            self.prior_precision = prior_precision
-        if sigma_noise is not None:
-            if self.likelihood != Likelihood.REGRESSION:
-                raise ValueError("sigma_noise is expected for regression only; classification has no noise to set.")
-            self.sigma_noise = sigma_noise
+        with kept_on_failure(self, "prior_precision", "sigma_noise"):
+            if prior_precision is not None:
+                self.prior_precision = prior_precision
+            if sigma_noise is not None:
+                if self.likelihood != Likelihood.REGRESSION:
+                    raise ValueError("sigma_noise is expected for regression only; classification has no noise to set.")
+                self.sigma_noise = sigma_noise
+            check_prior(self)
         return self.log_likelihood - 0.5 * (self.log_det_ratio + self._misfit())
 
     def _misfit(self) -> Tensor:
@@ -271,6 +284,7 @@ class IterNCGPLaplace(FittedNetwork):
         Neither touches the training data; the grid passes the validation set once in all.
         """
         self._check_fitted()
+        check_may_be_tuned(self)
         check_positive("init_prior_prec", init_prior_prec)
         with kept_on_failure(self, "prior_precision", "temperature"):
             if method == "marglik":

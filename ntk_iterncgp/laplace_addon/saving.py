@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ntk_iterncgp.digests import described, digest
 from ntk_iterncgp.laplace_addon.checks import kept_on_failure
+from ntk_iterncgp.laplace_addon.prior_of_fit import hyperparameters
 from ntk_iterncgp.network import Budget, LinearisedNetwork, NetworkFit
 from ntk_iterncgp.weight_check import check_posterior
 from ntk_iterncgp.weight_posterior import WeightPosterior
@@ -96,6 +97,7 @@ def from_state_dict(la: IterNCGPLaplace, state: Mapping[str, Any]) -> None:
     la.posterior = posterior
     la.mean, la._fingerprint = state["weights"].to(la._device), state["fingerprint"]
     la.loss, la.n_data, la.n_outputs = float(state["loss"]), int(state["n_data"]), int(state["n_outputs"])
+    la._prior_of_fit = hyperparameters(la)
     la._fitted, la._conditioned, la._report, la._fit = True, None, None, None
 
 

@@ -28,6 +28,10 @@ matrices in rounding. At the floor it still carries none that can be seen. What 
 in proportion to a larger prior variance (`for_prior_variance`).
 """
 
+ANY_VARIANCE = 1e20
+"""A prior variance that no prior exceeds: its floor is for those who never divide by a probability, or who scale their
+actions by what they divide by, and who may be asked about any prior afterwards."""
+
 
 EXPECTATION_POINTS = 256  # of a latent Gaussian with more than one contrast
 
@@ -91,6 +95,11 @@ class Likelihood(ABC):
     def project(self, block: Tensor) -> Tensor:  # (N, C, k) -> (N, C, k)
         """The projection onto the range of W."""
         return block
+
+    def project_in_noise(self, block: Tensor, noise: Tensor) -> Tensor:  # (N, C, k), (N, C) -> (N, C, k)
+        """The projection onto the range of W that is orthogonal in the metric of the noise, given by its diagonal: what
+        it adds to a block is as small as W allows. The same as `project` where W has full rank."""
+        return self.project(block)
 
     def contrasts(self, device: torch.device) -> Tensor:  # (C, q)
         """An orthonormal basis of the range of each datum's W, in float64."""

@@ -137,8 +137,8 @@ def refine(
 ) -> Generator[State, None, tuple[State, Status]]:
     """Spend all of `max_products` from where a run stopped; with random probes once the policy has nothing new.
 
-    Past the convergence of the mean, the residual's directions still contract the variance more per product than
-    random probes do, also where they are no more than amplified rounding.
+    Past the convergence of the mean, the next direction of the Krylov space still contracts the variance more per
+    product than random probes do.
     """
     prior = state.problem.prior
     limit = prior.num_products + stopping.max_products if state.position is None else state.position.limit

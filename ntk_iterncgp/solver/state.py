@@ -259,7 +259,7 @@ class State:
 
     def propose(self, block: Tensor) -> Columns:  # (n, k)
         """The actions that a block of proposals adds: in the range of W, orthonormal, new."""
-        return self.buffer.actions.orthonormalise(block, self.problem.project)
+        return self.problem.orthonormalise(block, self.buffer.actions, self.noise_diagonal)
 
     def extend(self, new: Buffer) -> State:
         """The same linear system with more actions. Costs O(nBk), no product."""
