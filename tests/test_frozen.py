@@ -570,7 +570,11 @@ def test_mappings_are_frozen_and_not_mixed(num_workers: int) -> None:
 
 
 @both
-@pytest.mark.parametrize("settings", [{}, {"persistent_workers": True}, {"generator": torch.Generator()}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"persistent_workers": True}, {"generator": torch.Generator()}],
+    ids=["plain", "persistent workers", "generator"],
+)
 def test_a_random_stream_is_the_same_on_every_sweep(num_workers: int, settings: dict[str, Any]) -> None:
     if settings.get("persistent_workers") and not num_workers:
         settings = {}
