@@ -272,6 +272,9 @@ def check_model(model: nn.Module, setting: Setting) -> None:
         weights = [p for p in model.parameters() if p.requires_grad]
         if weights:  # what a fit will ask for
             torch.autograd.grad(outputs.sum(), weights, allow_unused=True)
+    empty = [name for name, value in model.named_parameters() if value.numel() == 0]
+    if empty:
+        raise ConfigError(f"'{name}' must have weights in every layer; got none in {', '.join(empty[:3])}.")
     found, wanted = outputs.shape[1], setting.data.num_outputs
     of_arrays = setting.config.data.name == "arrays" and setting.data.task == "classification"
     if found < wanted or (found > wanted and not of_arrays):  # the highest classes may be missing from a sample
