@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ntk_iterncgp.orthonormal import norm, orthonormalised
 from ntk_iterncgp.parallel import Share
 
 SLICE_BYTES = 2**20  # a float64 slice of rows: large enough for a GEMM, small enough to stay in cache
@@ -100,10 +101,13 @@ class Columns(Images):
     def rotate(self, coefficients: Tensor) -> Columns: ...
 
     @abstractmethod
-    def orthonormalise(self, block: Tensor, project: Callable[[Tensor], Tensor]) -> Columns:  # (n, k)
+    def orthonormalise(
+        self, block: Tensor, project: Callable[[Tensor], Tensor], metric: Tensor | None = None
+    ) -> Columns:  # (n, k)
         """The part of a block that is new: orthonormal columns, orthogonal to these; dependent ones are dropped.
 
-        `project` is the projection onto the range of the curvature (zero sum over the classes, for softmax).
+        `project` is the projection onto the range of the curvature (zero sum over the classes, for softmax), of rows of
+        this process. With a `metric`, a diagonal (n, 1) of these rows, orthonormal is SᵀDS = I.
         """
 
     @property
@@ -225,12 +229,16 @@ class DenseColumns(Columns):
         rotated = coefficients.T.to(self.dtype) @ self.storage[: self.size]
         return DenseColumns(rotated, rotated.shape[0], self.num_outputs, self.share)
 
-    def orthonormalise(self, block: Tensor, project: Callable[[Tensor], Tensor]) -> DenseColumns:
-        inside, every = self.share.take(project(block)), self.share.take(block)
-        is_inside = self.share.norm(inside) > self.tolerance * self.share.norm(every)
-        new = _orthonormalise(inside[:, is_inside], self.matrix, self.tolerance, self.share)
+    def orthonormalise(
+        self, block: Tensor, project: Callable[[Tensor], Tensor], metric: Tensor | None = None
+    ) -> DenseColumns:
+        every = self.share.take(block)
+        inside = project(every)
+        if metric is None:  # or else the smallest part is known to its own rounding
+            inside = inside[:, self.share.norm(inside) > self.tolerance * self.share.norm(every)]
+        new = orthonormalised(inside, self.matrix, self.tolerance, self.share, metric)
         new = project(new)  # once more: rounding is no longer small after scaling
-        new = new[:, self.share.norm(new) > 0.5]  # what was rounding alone may have left the range
+        new = new[:, norm(new, self.share, metric) > 0.5]  # what was rounding alone may have left the range
         return DenseColumns.of(new, self.num_outputs, self.share)
 
 
@@ -299,7 +307,10 @@ class KroneckerColumns(Columns):
     def rotate(self, coefficients: Tensor) -> KroneckerColumns:  # (r, r'): rotates U, and with it U ⊗ H
         return KroneckerColumns(self.factor.rotate(coefficients), self.contrasts)
 
-    def orthonormalise(self, block: Tensor, project: Callable[[Tensor], Tensor]) -> KroneckerColumns:
+    def orthonormalise(
+        self, block: Tensor, project: Callable[[Tensor], Tensor], metric: Tensor | None = None
+    ) -> KroneckerColumns:
+        assert metric is None, "a metric of the outputs does not leave U ⊗ H what it is"
         per_output = block.reshape(self.num_data, -1)  # (N, C·k): each class of each action becomes a column of U
         return KroneckerColumns(self.factor.orthonormalise(per_output, lambda u: u), self.contrasts)  # H projects
 
@@ -320,23 +331,3 @@ class Buffer:
 
     def rotate(self, coefficients: Tensor) -> Buffer:  # (r, R)
         return Buffer(self.actions.rotate(coefficients), self.images.rotate(coefficients))
-
-
-def _orthonormalise(
-    block: Tensor, basis: Tensor, tolerance: float, share: Share
-) -> Tensor:  # (n, k), (n, B) -> (n, k')
-    """Gram–Schmidt, twice, first against the basis and then column by column within the block."""
-    norms = share.norm(block.double())
-    block = (block / torch.where(norms > 0, norms, 1.0)).to(basis.dtype)
-    for _ in range(2):
-        block = block - basis @ share.sum(basis.T @ block)
-    kept = torch.zeros_like(block)
-    keep = torch.zeros(block.shape[1], dtype=torch.bool, device=block.device)
-    for j in range(block.shape[1]):  # over actions, never over data
-        column, previous = block[:, j], kept[:, :j]
-        for _ in range(2):
-            column = column - previous @ share.sum(previous.T @ column)
-        norm = share.norm(column)
-        keep[j] = (norm > tolerance) & (norms[j] > 0)
-        kept[:, j] = torch.where(keep[j], column / norm, 0.0)
-    return kept[:, keep]

@@ -1,9 +1,10 @@
 """The training data, the same rows in the same order on every sweep; and the probe that proves it.
 
 K = J Λ⁻¹ Jᵀ is only a matrix if its rows stay where they are. A loader that shuffles is drawn from once, and its
-batches are then walked in that order; a model is put in eval mode for the time of a sweep. Whatever still changes from
-one sweep to the next (random augmentation, dropout that ignores eval mode, batch statistics) would make every product
-inconsistent with the others, so it is looked for at the door and named.
+batches are then walked in that order; random augmentation is frozen (`frozen.py`); a model is put in eval mode for the
+time of a sweep. Whatever still changes from one sweep to the next (augmentation that cannot be frozen, dropout that
+ignores eval mode, batch statistics) would make every product inconsistent with the others, so it is looked for at the
+door and named.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
 from ntk_iterncgp import parallel
+from ntk_iterncgp.inputs import Inputs, equal, slice_rows, to_device
 from ntk_iterncgp.kept import Kept, worth_keeping
-from ntk_iterncgp.order import FixedBatches, in_fixed_order, random_access, reading
+from ntk_iterncgp.order import FixedBatches, TrainingDataWarning, in_fixed_order, warn_once
 from ntk_iterncgp.precision import full_precision
+from ntk_iterncgp.repeatability import Findings, examine
 from ntk_iterncgp.threads import enter_eval_mode, leave_eval_mode, together
 
-Inputs = Any  # a tensor, or a mapping of tensors and other things
+__all__ = ["FixedOrderData", "Inputs", "TrainingDataWarning", "evaluating", "probe", "slice_rows", "to_device"]
 
 
 class FixedOrderData:
@@ -39,9 +42,10 @@ class FixedOrderData:
         dict_key_y: str = "labels",
     ) -> None:
         self.device, self.dict_key_x, self.dict_key_y = device, dict_key_x, dict_key_y
-        self._batches = in_fixed_order(loader)
-        self._source = random_access(loader, self._batches)
-        self._keeps_order: bool | None = None  # not looked at yet
+        self._batches = self._opened = in_fixed_order(loader)
+        source = self._batches.source if isinstance(self._batches, FixedBatches) else None
+        self._source = source if source is not None and source.indices else None  # what can be visited in any order
+        self.dataset = getattr(loader, "dataset", loader)
         self.keep_bytes = 0  # how much may be kept of a first sweep
 
     def __len__(self) -> int:
@@ -157,24 +161,19 @@ class FixedOrderData:
         """Whether these data can be visited in any order: a map-style dataset, of which each item became one row."""
         if self._source is None or len(self._source.indices) != num_data:
             return False
-        if self._keeps_order is None:
-            self._keeps_order = self._source.settings["collate_fn"] is default_collate or self._collates_in_order()
-        return self._keeps_order
+        return not self._source.collates_by_itself or (self.findings.in_order and not self.findings.mixes)
 
-    def _collates_in_order(self) -> bool:
-        """Whether the rows of a batch come as they were asked for: a collate_fn may sort them, say by their length."""
-        rows = torch.arange(min(self.batch_size, self.num_data(0)))
-        (x, y), (reversed_x, reversed_y) = self.visit([rows, rows.flip(0)])
-        if not (self.num_rows(x) == len(y) == len(rows)):
-            return False
-        return _equal(slice_rows(x, rows.flip(0), len(rows)), reversed_x) and _equal(y.flip(0), reversed_y)
+    @cached_property
+    def findings(self) -> Findings:
+        """What reading the first batch a few times says about the data."""
+        return examine(self._opened, self.split, self.num_rows)
 
     def visit(self, batches: Sequence[Tensor]) -> Iterator[tuple[Inputs, Tensor]]:
         """Batches of chosen rows, given by their numbers in the fixed order, read straight from the dataset."""
         assert self._source is not None
         source = self._source
         chosen = [[source.indices[row] for row in rows.tolist()] for rows in batches]
-        for batch in FixedBatches(reading(source.dataset, chosen, source.settings), len(chosen)):
+        for batch in FixedBatches(source.read(chosen), len(chosen), source):
             yield self.split(batch)
 
     def pick(self, rows: Tensor, num_data: int, batch_size: int) -> Iterator[tuple[Tensor, Inputs]]:
@@ -215,36 +214,6 @@ def _of_one_width(blocks: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(block[:, :0] if is_ragged else block for block, is_ragged in zip(blocks, ragged, strict=True))
 
 
-def slice_rows(x: Inputs, part: slice | Tensor, num_rows: int) -> Inputs:
-    """Some rows of a batch; items of a mapping that do not have one entry per datum are passed on whole."""
-    if not isinstance(x, Mapping):
-        return x[part]
-    sliced = {
-        key: value[part] if isinstance(value, Tensor) and value.ndim and len(value) == num_rows else value
-        for key, value in x.items()
-    }
-    return _rebuilt(x, sliced)
-
-
-def _rebuilt(like: Inputs, items: dict[Any, Any]) -> Inputs:
-    """A mapping of the same kind: models may read it by attribute."""
-    return type(like)(items)
-
-
-def to_device(x: Inputs, device: torch.device) -> Inputs:
-    """The inputs where the model is; as in training, data may come from another device."""
-    if isinstance(x, Mapping):
-        return _rebuilt(x, {key: to_device(value, device) for key, value in x.items()})
-    if not isinstance(x, Tensor):
-        return x
-    if x.is_meta and device.type != "meta":
-        raise ValueError(
-            f"Expected data with values, to be moved to the model's device {device}, but got a tensor on the meta "
-            "device, which holds a shape and no values. Load the data on a real device."
-        )
-    return x.to(device)
-
-
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """The model in eval mode, in full precision; each module's own flag comes back afterwards, whatever happens."""
@@ -255,17 +224,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def probe(model: nn.Module, forward: Callable[[Inputs], Tensor], data: FixedOrderData) -> None:
     """Look at the first batch twice, in eval mode, and name what is not the same the second time."""
-    first, again = next(data.batches(), None), next(data.batches(), None)
-    if first is None:
-        raise ValueError(
-            "The training data are expected to give their batches on every sweep, but they came out empty. Use a "
-            "dataset that can be walked more than once."
-        )
-    if again is None or not (_equal(first[0], again[0]) and _equal(first[1], again[1])):
-        raise ValueError(
-            "Two sweeps over the training data are expected to give the same rows, but the first batch came out "
-            "different the second time. Turn off random augmentation, and give the loader a fixed order."
-        )
+    first = _first_batch(data)
     training = [name or type(module).__name__ for name, module in model.named_modules() if module.training]
     if training:
         raise ValueError(
@@ -306,10 +265,35 @@ def probe(model: nn.Module, forward: Callable[[Inputs], Tensor], data: FixedOrde
         )
 
 
-def _equal(a: Inputs, b: Inputs) -> bool:
-    if isinstance(a, Tensor):
-        same = a.shape == b.shape and (a == b)
-        return bool(same) if isinstance(same, bool) else bool((same | ((a != a) & (b != b))).all())
-    if isinstance(a, Mapping):
-        return all(_equal(a[key], b[key]) for key in a)
-    return True
+def _first_batch(data: FixedOrderData) -> tuple[Inputs, Tensor]:
+    """The first batch, if it can be had again. Reports random augmentation, which is then frozen."""
+    first = next(data.batches(), None)
+    if first is None:
+        raise ValueError(
+            "The training data are expected to give their batches on every sweep, but they came out empty. Use a "
+            "dataset that can be walked more than once."
+        )
+    found = data.findings
+    again = next(data.batches(), None) if found.batch is None else data.split(found.batch)
+    if not found.repeats or again is None or not equal(first, again):
+        raise ValueError(
+            "The training data must be the same on every sweep; got a first batch that came out different the second "
+            "time. Random augmentation is frozen where it draws from the global generators of torch (on the CPU), "
+            "numpy and Python's random; here it draws from a generator of its own, or something else changes. Try "
+            "the global generators, data without augmentation, or, for a stream, a fixed order."
+        )
+    if found.mixes:
+        raise ValueError(
+            "Each row of a batch must depend on its own datum alone; got other rows for the same data when the rest of "
+            "their batch was exchanged. Try a collate_fn that does not mix data, as mixup, cutmix and statistics of a "
+            "batch do."
+        )
+    if found.is_random and parallel.rank() == 0:
+        warn_once(
+            data.dataset,
+            "The training data are drawn at random (augmentation, or the order of a stream). The draw is frozen: every "
+            "sweep, also that of `refine`, sees the same one copy of each datum, whatever the workers. Try data "
+            "without augmentation for the posterior of the data as they are; to silence this, filter the category "
+            "ntk_iterncgp.data.TrainingDataWarning.",
+        )
+    return first

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import BatchSampler, SequentialSampler, TensorDataset, default_collate
+from torch.utils.data import BatchSampler, TensorDataset, default_collate
 
-from ntk_iterncgp.order import FixedBatches, RandomAccess, reading
+from ntk_iterncgp.order import FixedBatches, MapStyle
 
 
 class Kept:
@@ -49,16 +49,16 @@ class Kept:
     def is_complete(self) -> bool:
         return 0 < self._filled == self.num_data
 
-    def as_source(self, like: RandomAccess) -> tuple[FixedBatches, RandomAccess]:
-        """The same batches, and the same data in any order, from memory."""
-        dataset = TensorDataset(*self._tensors)
+    def as_source(self, like: MapStyle) -> tuple[FixedBatches, MapStyle]:
+        """The same batches, and the same data in any order, from memory: with the draw of the sweep that was kept."""
+        rows = range(self.num_data)
         settings = {"num_workers": 0, "collate_fn": default_collate, "pin_memory": like.settings["pin_memory"]}
-        batches = BatchSampler(SequentialSampler(dataset), like.batch_size, drop_last=False)
-        source = RandomAccess(dataset, range(self.num_data), settings, like.batch_size)
-        return FixedBatches(reading(dataset, batches, settings), len(batches)), source
+        batches = BatchSampler(rows, like.batch_size, drop_last=False)
+        source = MapStyle(TensorDataset(*self._tensors), settings, batches, like.batch_size, rows)
+        return FixedBatches(source.read(batches), len(batches), source), source
 
 
-def worth_keeping(source: RandomAccess | None) -> bool:
+def worth_keeping(source: MapStyle | None) -> bool:
     """What is in memory already is not."""
     if source is None or source.settings["collate_fn"] is not default_collate:
         return False

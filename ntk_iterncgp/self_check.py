@@ -187,7 +187,7 @@ def _small_matrices(state: State, variance: Tensor, generator: torch.Generator) 
 
     each = R.diagonal().clamp_min(0).sqrt()
     scale = each[:, None] * (each @ z.abs())
-    noisy = problem.noise(state.latent, Sz)
+    noisy = _noise(state, Sz)
     # Of an unlikely class the noise is large and the action small, a difference of others: what is left is rounding.
     eps = torch.finfo(state.buffer.images.dtype).eps
     lost = eps * float(torch.linalg.vector_norm(noisy)) * (1 + z.abs().sum(0))
@@ -205,6 +205,14 @@ def _small_matrices(state: State, variance: Tensor, generator: torch.Generator) 
     if not found and not _is_solved(state, z):
         found["matrix"] = "M⁻¹ to undo M, but what is kept of it does not"
     return found
+
+
+def _noise(state: State, block: Tensor) -> Tensor:  # (n, k)
+    """W⁺V for V in its range: by the diagonal where there is one, since what rounding has put outside of the range
+    would be multiplied by the largest noise of a datum."""
+    if state.noise_diagonal is None:
+        return state.problem.noise(state.latent, block)
+    return state.noise_diagonal.reshape(-1, 1) * block
 
 
 def _is_positive_definite(state: State) -> bool:

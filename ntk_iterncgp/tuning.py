@@ -22,7 +22,7 @@ from torch.nn.functional import nll_loss
 from tqdm.auto import tqdm
 
 from ntk_iterncgp.priors.rows import Rows
-from ntk_iterncgp.weight_posterior import WeightPosterior
+from ntk_iterncgp.weight_posterior import WeightPosterior, downdate_rounding
 
 STRUCTURES = ("scalar", "layerwise")
 
@@ -76,16 +76,37 @@ class ValidationPart:
     covariance: Tensor  # J_l J_lᵀ (l, b, C, C)
     cross: Tensor  # J_l A_l (l, b, C, B)
     targets: Tensor
+    rounding: float = 0.0  # of what is removed from k(x, x), as a share of it
 
     @classmethod
     def of(
-        cls, rows: Rows, posterior: WeightPosterior, shift: Tensor, targets: Tensor, *, layerwise: bool = False
+        cls,
+        rows: Rows,
+        posterior: WeightPosterior,
+        shift: Tensor,
+        targets: Tensor,
+        *,
+        layerwise: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> ValidationPart:
-        sizes = posterior.layer_sizes if layerwise else (len(posterior.images),)
-        cross, covariance = zip(*rows.by_layer(posterior.images, sizes), strict=True)
+        """With products in `dtype`, or in that of the images."""
+        sizes, images = posterior.layer_sizes if layerwise else (len(posterior.images),), posterior.images
+        dtype = images.dtype if dtype is None else dtype
+        cross, covariance = zip(*rows.by_layer(images.to(dtype), sizes), strict=True)
         shifted = rows.times(shift[:, None])[..., 0]
-        dtype = posterior.images.dtype
-        return cls(rows.outputs.double(), shifted, torch.stack(covariance), torch.stack(cross).to(dtype), targets)
+        return cls(
+            rows.outputs.double(),
+            shifted,
+            torch.stack(covariance),
+            torch.stack(cross).to(dtype),
+            targets,
+            downdate_rounding(images.dtype, dtype),
+        )
+
+    def prior(self, precision: Tensor) -> Tensor:  # (1,) or (l,) -> (b, C, C)
+        """k(x, x), and what rounding may take from it."""
+        prior = (self.covariance / precision.double().reshape(-1, 1, 1, 1)).sum(0)
+        return prior + torch.diag_embed(self.rounding * prior.diagonal(dim1=1, dim2=2))
 
     def moments(
         self, posterior: WeightPosterior, precision: Tensor, noise_scale: Tensor, *, refined: bool
@@ -93,13 +114,13 @@ class ValidationPart:
         """Mean and covariance for a precision of one number, or of one per layer; differentiable in it."""
         factor = posterior.factor(precision, noise_scale)
         each = 1 / precision.double().reshape(-1, 1, 1, 1)
-        cross, prior = (each * self.cross).sum(0), (each * self.covariance).sum(0)
+        cross = (each * self.cross).sum(0)
         half = factor.half_solve(cross.flatten(0, 1).T).T.unflatten(0, cross.shape[:2])
         mean = self.outputs
         if refined:
             weights = factor.solve(posterior.right_hand_side[:, None])
             mean = mean - self.shifted + (cross @ weights)[..., 0]
-        return mean, prior - half @ half.mT
+        return mean, self.prior(precision) - half @ half.mT
 
 
 class ScalarPath:
@@ -111,8 +132,7 @@ class ScalarPath:
 
     def __init__(self, posterior: WeightPosterior, parts: Sequence[ValidationPart], noise_scale: Tensor) -> None:
         lower, gram = torch.linalg.cholesky(posterior.noise_gram), posterior.unit_gram
-        rounding = posterior.noise(gram, noise_scale)[1] * torch.eye(posterior.rank).to(gram)
-        half = torch.linalg.solve_triangular(lower, gram + rounding, upper=False)
+        half = torch.linalg.solve_triangular(lower, gram + posterior.rounding(gram), upper=False)
         whitened = torch.linalg.solve_triangular(lower, half.T, upper=False)
         self.gamma, vectors = torch.linalg.eigh(0.5 * (whitened + whitened.T))
         basis = torch.linalg.solve_triangular(lower.T, vectors, upper=True)  # R^{-½} V
@@ -125,7 +145,7 @@ class ScalarPath:
         result = []
         for part, Z in zip(self.parts, self.rotated, strict=True):
             scaled = Z * removed.sqrt().to(Z.dtype)
-            covariance = part.covariance[0] / precision - (scaled @ scaled.mT).double()
+            covariance = part.prior(precision) - (scaled @ scaled.mT).double()
             result.append((part.outputs, covariance, part.targets))
         return result
 

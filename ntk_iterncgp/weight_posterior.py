@@ -5,6 +5,16 @@
 A and R do not depend on the prior precision Λ, nor on the noise or temperature, which only scale R (τ = σ²·T). So all
 hyperparameters may change after the fit and take effect at once: G(Λ) = AᵀΛ⁻¹A is a sum of one small matrix per
 parameter tensor, over its precision.
+
+Rounding. The computed Ã = A + E has ‖E_b‖ ≤ ε‖A_b‖ for each action b, and for any noise D > 0
+
+    Ã(R + D)⁻¹Ãᵀ ≤ A R⁻¹Aᵀ + E D⁻¹Eᵀ,
+
+so the noise D = ρ diag(G) with ρ = ε²/x keeps the information of rounding below x of the prior's: the variance stays
+above the exact one divided by 1 + x, and it costs an action of signal-to-noise γ = G_bb/R_bb no more than a share ργ,
+whatever the others are. Combinations A c of actions have the errors E c, and so the noise cᵀDc, however small A c is.
+The same number covers the rows J(x) of a prediction: ρ k(x, x) is added to the variance. M, G and the downdate are
+computed in float64 from the very Ã that predictions use.
 """
 
 from __future__ import annotations
@@ -19,11 +29,15 @@ from torch import Tensor
 
 from ntk_iterncgp.precision import full_precision
 from ntk_iterncgp.priors.rows import Rows
-from ntk_iterncgp.solver.factor import Factor, rounding_noise
+from ntk_iterncgp.solver.factor import Factor
 
-SLICE_ROWS = 2**14  # weights at a time, in sums over all of them
-NO_PART = 1e-6  # of an action, lost to rounding
+EPS = torch.finfo(torch.float64).eps
+SLICE_ROWS, SLICE_BYTES = 2**14, 2**23  # weights at a time, in sums over all of them, and their memory in float64
 SLICE_COLUMNS = 128  # actions at a time, where half of a symmetric matrix is enough
+DERIVATIVE_ROUNDINGS = 8  # ε of a derivative, in units of the rounding of one number
+PRODUCT_ROUNDINGS = 8  # of a downdate whose products are taken in float32, as a share of k(x, x)
+TOLERANCE = 1e-3  # x: by how much rounding may lower a variance
+STRONG_SIGNAL = 1e4  # the signal-to-noise of an action from which on products with float32 rows are taken in float64
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +53,8 @@ class WeightPosterior:
     curvature_rank: int
     layer_sizes: tuple[int, ...]
     trace_is_exact: bool
+    num_actions: int | None = None  # of which it was made; None: as many as its rank, and not more, folded together
+    rounding_gram: Tensor | None = None  # D/ρ for unit precision (B, B); None: the diagonal of AᵀA
 
     @property
     def rank(self) -> int:
@@ -46,7 +62,8 @@ class WeightPosterior:
 
     def to_dict(self) -> dict[str, Tensor | int | bool]:
         """Plain tensors and numbers. The layer sizes are the model's own."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "layer_sizes"}
+        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "layer_sizes"}
+        return {name: value for name, value in found.items() if value is not None}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any], layer_sizes: tuple[int, ...], device: torch.device) -> WeightPosterior:
@@ -83,17 +100,21 @@ class WeightPosterior:
             start=torch.zeros_like(self.noise_gram),
         )
 
-    def noise(self, gram: Tensor, noise_scale: Tensor) -> tuple[Tensor, float]:  # AᵀΛ⁻¹A (B, B) -> (B, B)
-        """τR with what the rounding of A may amount to on its diagonal, and that number. Where actions are nearly
-        dependent in R it is more than R: who divides by R alone takes rounding for information."""
-        noise = noise_scale.double() * self.noise_gram
-        with torch.no_grad():
-            rounding = rounding_noise(gram, noise, self.images.dtype)
-        return noise + rounding * torch.eye(self.rank, dtype=torch.float64, device=gram.device), rounding
+    def noise(self, gram: Tensor, noise_scale: Tensor) -> Tensor:  # AᵀΛ⁻¹A (B, B) -> (B, B)
+        """τR + D: the noise of the data, and of rounding."""
+        return noise_scale.double() * self.noise_gram + self.rounding(gram)
+
+    def rounding(self, gram: Tensor) -> Tensor:  # AᵀΛ⁻¹A (B, B) -> (B, B)
+        """D. Another prior stretches errors as it stretches the images."""
+        stretch = gram.detach().trace() / self.unit_gram.trace().clamp_min(1e-300)
+        return relative_rounding(self.images.dtype) * stretch * self._unit_rounding()
+
+    def _unit_rounding(self) -> Tensor:  # (B, B)
+        return self.unit_gram.diagonal().diag() if self.rounding_gram is None else self.rounding_gram
 
     def factor(self, prior_precision: Tensor, noise_scale: Tensor) -> Factor:
         gram = self.gram(prior_precision)
-        return Factor(gram + self.noise(gram, noise_scale)[0])
+        return Factor(gram + self.noise(gram, noise_scale))
 
     def right_hand_side_for(self, prior_mean: Tensor) -> Tensor:  # (B,)
         """Sᵀb for another prior mean: b = f − m + W⁺∇ changes by J(μ₀ − μ₀′) at the same f."""
@@ -112,33 +133,41 @@ class WeightPosterior:
     def conditioned(self, prior_precision: Tensor, noise_scale: Tensor) -> ConditionedPosterior:
         """The posterior for one choice of hyperparameters, ready for predictions."""
         variance, gram = 1 / self.precision_of_weights(prior_precision.detach()), self.gram(prior_precision.detach())
-        noise, _ = self.noise(gram, noise_scale.detach())
-        return ConditionedPosterior(self, variance, Factor(gram + noise), noise)
+        noise = self.noise(gram, noise_scale.detach())
+        gains = gram.diagonal() / noise.diagonal()
+        return ConditionedPosterior(
+            self, variance, Factor(gram + noise), noise, is_strong=bool((gains > STRONG_SIGNAL).any())
+        )
 
     # --- evidence -------------------------------------------------------------------------------------------------
 
     def log_determinant_bounds(self, prior_precision: Tensor, noise_scale: Tensor) -> tuple[Tensor, Tensor]:
-        """lo ≤ log|I + W^{½}KW^{½}| ≤ hi, differentiable in both arguments."""
+        """lo ≤ log|I + W^{½}KW^{½}| ≤ hi, differentiable in both arguments.
+
+        lo = log|I + (R + D)⁻¹G|, with the noise D of rounding. What the actions leave is in the free directions of the
+        data, and of as many weights: hi = log|I + R⁻¹G| + free · log(1 + missing / free).
+        """
         precision = self.precision_of_weights(prior_precision)
-        trace = (self.curvature_diagonal / precision).sum() / noise_scale
-        free = self.curvature_rank - self.rank
+        missing = (self.curvature_diagonal / precision).sum() / noise_scale
+        lower = own = torch.zeros((), dtype=torch.float64, device=self.images.device)
         if self.rank:
             gram = self.gram(prior_precision)
-            noise, rounding = self.noise(gram, noise_scale)
-            root = torch.linalg.cholesky(noise)
-            half = torch.linalg.solve_triangular(root, gram, upper=False)
-            whitened = torch.linalg.solve_triangular(root, half.T, upper=False)
-            # Where rounding takes a part of the actions, what is missing may also be in their span: |I + Y + Z| is at
-            # most |I + Y| |I + Z|, and Z has the rank of W.
-            if rounding * float(torch.cholesky_inverse(root.detach()).trace()) > NO_PART:
-                free = self.curvature_rank
-            one = torch.eye(self.rank, dtype=torch.float64, device=gram.device)
-            lower = 2 * torch.linalg.cholesky(one + 0.5 * (whitened + whitened.T)).diagonal().log().sum()
-            captured = whitened.trace()
-        else:
-            lower = captured = torch.zeros((), dtype=torch.float64, device=self.images.device)
-        missing = (trace - captured).clamp_min(0)
-        return lower, lower + free * torch.log1p(missing / free) if free > 0 else lower
+            noise = self.noise(gram, noise_scale)
+            lower, captured = _information(gram, noise)
+            own = torch.maximum(lower, _information(gram, noise_scale.double() * self.noise_gram)[0])
+            unsure = self.rank * EPS * (self._noise_condition + 16 * float(captured.detach()))
+            lower, own = (lower - unsure).clamp_min(0), own + unsure
+            missing = (missing - captured).clamp_min(0)
+        spanned = self.rank if self.num_actions is None else self.num_actions
+        free = min(self.curvature_rank - spanned, len(self.images))
+        return lower, own + free * torch.log1p(missing / free) if free > 0 else own
+
+    @cached_property
+    def _noise_condition(self) -> float:
+        """The condition number of R, scaled to a unit diagonal: large where actions are nearly dependent."""
+        sides = self.noise_gram.diagonal().rsqrt()
+        values = torch.linalg.eigvalsh(self.noise_gram * sides[:, None] * sides)
+        return float(values[-1] / values[0].clamp_min(EPS))
 
     def information_captured(self, prior_precision: Tensor, noise_scale: Tensor) -> float:
         lower, upper = self.log_determinant_bounds(prior_precision.detach(), noise_scale.detach())
@@ -153,6 +182,20 @@ class WeightPosterior:
             images=self.images[:, :number],
             noise_gram=self.noise_gram[:number, :number],
             right_hand_side=self.right_hand_side[:number],
+            rounding_gram=None if self.rounding_gram is None else self.rounding_gram[:number, :number],
+            num_actions=None,
+        )
+
+    def combined(self, coefficients: Tensor) -> WeightPosterior:  # (B, R)
+        """Of combinations of the actions."""
+        both_sides = [coefficients.T @ matrix @ coefficients for matrix in (self.noise_gram, self._unit_rounding())]
+        return replace(
+            self,
+            images=(self.images.double() @ coefficients).to(self.images.dtype),
+            noise_gram=0.5 * (both_sides[0] + both_sides[0].T),
+            right_hand_side=coefficients.T @ self.right_hand_side,
+            rounding_gram=0.5 * (both_sides[1] + both_sides[1].T),
+            num_actions=None,
         )
 
     @torch.no_grad()
@@ -169,27 +212,49 @@ class WeightPosterior:
         keep = max_rank - int(float(mean.norm()) > 0)
         top = torch.linalg.eigh(deflated).eigenvectors[:, self.rank - keep :]
         combined = top if keep == max_rank else torch.cat([u, top], 1)
-        Q = torch.linalg.qr(root @ combined).Q
-        return replace(
-            self,
-            images=self.images @ Q.to(self.images.dtype),
-            noise_gram=Q.T @ self.noise_gram @ Q,
-            right_hand_side=Q.T @ self.right_hand_side,
-        )
+        return self.combined(torch.linalg.qr(root @ combined).Q)
+
+
+def relative_rounding(dtype: torch.dtype) -> float:
+    """ρ = ε²/x for derivatives in this dtype, and the rounding of sums in float64."""
+    error = DERIVATIVE_ROUNDINGS * torch.finfo(dtype).eps / 2
+    return error**2 / TOLERANCE + 16 * EPS
+
+
+def downdate_rounding(rows: torch.dtype, products: torch.dtype) -> float:
+    """What rounding may take from a variance, as a share of k(x, x), for rows J(x) and products with them in these."""
+    of_products = 0.0 if products == torch.float64 else PRODUCT_ROUNDINGS * torch.finfo(products).eps
+    return relative_rounding(rows) + of_products
+
+
+def _information(gram: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:  # (B, B), (B, B)
+    """log|I + R⁻¹G| and tr(R⁻¹G), differentiable in both; whitened first, so that little information is not a
+    difference of large numbers."""
+    factor = Factor(noise)
+    whitened = factor.half_solve(factor.half_solve(gram).T)
+    one = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    lower = torch.linalg.cholesky(one + 0.5 * (whitened + whitened.T))
+    return 2 * lower.diagonal().log().sum(), whitened.trace()
+
+
+def rows_at_once(num_columns: int) -> int:
+    """How many rows of images are held in float64 at a time."""
+    return min(SLICE_ROWS, 1 + SLICE_BYTES // (8 * max(1, num_columns)))
 
 
 def inner_products(left: Tensor, right: Tensor) -> Tensor:  # (p, B), (p, B′) -> (B, B′)
-    """Products in the dtype of the images, whose rounding is allowed for as noise; their sum in float64."""
+    """In float64, whatever the images are stored in: a Gram matrix that is that of the images to the last digits."""
     total = torch.zeros(left.shape[1], right.shape[1], dtype=torch.float64, device=left.device)
     is_symmetric = left is right
-    with full_precision(left.device):
-        for one, other in zip(left.split(SLICE_ROWS), right.split(SLICE_ROWS), strict=True):
-            if not is_symmetric:
-                total += one.T @ other
-                continue
-            for start in range(0, one.shape[1], SLICE_COLUMNS):  # a triangle of blocks
-                columns = slice(start, start + SLICE_COLUMNS)
-                total[columns, start:] += one[:, columns].T @ one[:, start:]
+    step = rows_at_once(max(left.shape[1], right.shape[1]))
+    for one, other in zip(left.split(step), right.split(step), strict=True):
+        one = one.double()
+        if not is_symmetric:
+            total += one.T @ other.double()
+            continue
+        for start in range(0, one.shape[1], SLICE_COLUMNS):  # a triangle of blocks
+            columns = slice(start, start + SLICE_COLUMNS)
+            total[columns, start:] += one[:, columns].T @ one[:, start:]
     return total.triu() + total.triu(1).T if is_symmetric else total
 
 
@@ -202,11 +267,22 @@ def precision_of_weights(prior_precision: Tensor, layer_sizes: tuple[int, ...]) 
 
 
 class ConditionedPosterior:
-    """N(μ, Σ_θ) for one prior precision and noise."""
+    """N(μ, Σ_θ) for one prior precision and noise.
 
-    def __init__(self, posterior: WeightPosterior, variance: Tensor, factor: Factor, noise: Tensor) -> None:
+    Products with rows J(x) are taken in the dtype of the images. Where an action `is_strong`, a variance that is nearly
+    all removed would be lost in the rounding of what is removed: then they are taken in float64, and where derivatives
+    are in float64 too, nothing is removed at all. With the orthogonal parts J̃ = z Qᵀ + J̃_⊥ of J̃ = JΛ^{-½} in and
+    beside the span of Λ^{-½}A = QT the covariance is a sum, J̃_⊥J̃_⊥ᵀ + z (I + T R⁻¹Tᵀ)⁻¹zᵀ.
+    """
+
+    def __init__(
+        self, posterior: WeightPosterior, variance: Tensor, factor: Factor, noise: Tensor, *, is_strong: bool
+    ) -> None:
         self.posterior, self.variance, self.factor, self.noise = posterior, variance, factor, noise
-        self.scaled_images = variance.to(posterior.images.dtype)[:, None] * posterior.images  # Λ⁻¹A
+        dtype = torch.float64 if is_strong else posterior.images.dtype
+        self.scaled_images = variance.to(dtype)[:, None] * posterior.images.to(dtype)  # Λ⁻¹A
+        self.rounding = downdate_rounding(posterior.images.dtype, dtype)
+        self.is_sum = is_strong and posterior.images.dtype == torch.float64 and posterior.rank > 0
 
     def mean_shift(self, prior_mean: Tensor) -> Tensor:  # (P,)
         """Λ⁻¹A M⁻¹Sᵀb: what the data add to the prior mean of the weights."""
@@ -219,13 +295,32 @@ class ConditionedPosterior:
             return (self.scaled_images @ coefficients.to(self.scaled_images.dtype)).double()
 
     def covariance(self, rows: Rows, *, joint: bool = False) -> Tensor:  # (b, C, C), or (b·C, b·C)
-        """J(x) Σ_θ J(x)ᵀ, in float64."""
+        """J(x) Σ_θ J(x)ᵀ, in float64, and ρ k(x, x) for rounding."""
+        if self.is_sum:
+            return self._sum(rows, joint)
         with full_precision(self.variance.device):
             cross, prior = rows.products(self.scaled_images, self.variance, joint=joint)  # (b, C, B), as the result
         half = self.factor.half_solve(cross.flatten(0, 1).T).T  # (b·C, B)
         if not joint:
             half = half.unflatten(0, cross.shape[:2])
-        return prior - half @ half.mT
+        unsure = torch.diag_embed(self.rounding * prior.diagonal(dim1=-2, dim2=-1))
+        return prior + unsure - half @ half.mT
+
+    def _sum(self, rows: Rows, joint: bool) -> Tensor:
+        Q, inside = self._span
+        scaled = rows.written_out().double() * self.variance.sqrt()  # J̃ (b, C, P)
+        scaled = scaled.flatten(0, 1) if joint else scaled
+        z = scaled @ Q
+        beside = scaled - z @ Q.mT
+        half = inside.half_solve(z.flatten(0, -2).T).T.unflatten(0, z.shape[:-1])
+        return beside @ beside.mT + half @ half.mT
+
+    @cached_property
+    def _span(self) -> tuple[Tensor, Factor]:
+        """Q (P, B), and I + T R⁻¹Tᵀ factored."""
+        Q, T = torch.linalg.qr(self.variance.sqrt()[:, None] * self.posterior.images)
+        whitened = Factor(self.noise).half_solve(T.T)  # (B, B)
+        return Q, Factor(torch.eye(len(T), dtype=T.dtype, device=T.device) + whitened.T @ whitened)
 
     def contributions(self, rows: Rows, groups: Tensor, combinations: Tensor) -> Tensor:  # (P, g), (g, B) -> (b, g)
         """What each group of data takes from the variance at each input, summed over outputs. With z those of the

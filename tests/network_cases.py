@@ -348,6 +348,27 @@ class UnusedHead(nn.Module):
         return self.body(x)
 
 
+class Scalars(nn.Module):
+    """Parameters of no dimension: the gate of a residual branch (ReZero) and the scale of the logits (CLIP)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.branch, self.head = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.gate, self.logit_scale = nn.Parameter(torch.tensor(0.3)), nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.stem(x))
+        hidden = hidden + self.gate * torch.tanh(self.branch(hidden))
+        return self.head(hidden) * self.logit_scale.exp()
+
+
+def scalar_bias() -> nn.Sequential:
+    """One number as the bias of all outputs of a layer."""
+    model = mlp()
+    model[0].bias = nn.Parameter(torch.tensor(0.4))
+    return model
+
+
 SHARED = {"scale": torch.tensor(1.5), "mode": "plain"}
 KEYS: dict[str, Any] = {"dict_key_x": "image", "dict_key_y": "target"}
 CASES = [
@@ -366,6 +387,8 @@ CASES = [
     NetworkCase("mapping and outputs with logits", "classification", 3, TextClassifierWithOutput, token_batch),
     NetworkCase("mapping with keys of its own", "classification", 2, NamedInputs, named_vectors, **KEYS, shared=SHARED),
     NetworkCase("unused parameters", "classification", 2, UnusedHead, vectors),
+    NetworkCase("scalar parameters", "classification", 3, Scalars, vectors),
+    NetworkCase("scalar bias", "classification", 3, scalar_bias, vectors),
     NetworkCase("regression with flat outputs", "regression", 1, FlatRegressor, vectors),
     NetworkCase("regression with one output", "regression", 1, lambda: mlp(1), vectors, (1,)),
     NetworkCase("regression with several outputs", "regression", 2, lambda: mlp(2), vectors, (2,)),

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from laplace import Laplace
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, SequentialSampler, TensorDataset, WeightedRandomSampler, default_collate
 
-from ntk_iterncgp.data import FixedOrderData
+from ntk_iterncgp.data import FixedOrderData, TrainingDataWarning
 from ntk_iterncgp.network.clusters import Clusters
 from tests.clusters_helpers import Net, Stream, joint_variance, make_net
 from tests.laplace_helpers import BATCH, close, not_below, written_out
-from tests.network_cases import CASES, NetworkCase, untouched
+from tests.network_cases import BY_NAME, CASES, NetworkCase, untouched
 
 CPU = torch.device("cpu")
 NUM_DATA = 22
@@ -123,12 +124,11 @@ def test_data_are_visited_group_by_group_in_batches_no_larger_than_the_loaders(m
 @pytest.mark.parametrize(
     ("settings", "rows"),
     [
-        ({"batch_size": 4, "drop_last": True}, list(range(20))),
         ({"batch_size": 4, "sampler": SequentialSampler(range(9))}, list(range(9))),
         ({"batch_size": 4, "collate_fn": drop_the_last}, [0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14, 16, 17, 18, 20, 21]),
         ({"batch_size": 4, "collate_fn": sort_by_first_entry}, list(range(22))),
     ],
-    ids=["drop_last", "sampler", "collate_fn that drops", "collate_fn that sorts"],
+    ids=["sampler", "collate_fn that drops", "collate_fn that sorts"],
 )
 def test_the_posterior_is_that_of_the_data_the_loader_gives(settings: dict[str, Any], rows: list[int]) -> None:
     case, x = net(), net().near_and_far()
@@ -136,6 +136,17 @@ def test_the_posterior_is_that_of_the_data_the_loader_gives(settings: dict[str, 
     given = Net(case.model, "classification", case.x[rows], case.y[rows])
     assert la.n_data == len(rows)
     close(joint_variance(la, x), given.exact(x))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_the_posterior_is_that_of_all_data_also_with_drop_last(shuffle: bool) -> None:
+    case, x = net(), net().near_and_far()
+    loader = DataLoader(case.dataset(), batch_size=4, shuffle=shuffle, drop_last=True)
+    with pytest.warns(TrainingDataWarning, match="would leave 2 of 22 data out of the posterior; it is overruled"):
+        la = fitted_on(case, loader, num_actions=NUM_DATA, cotangents=2)
+    la.refine(loader, epochs=1)
+    assert la.n_data == NUM_DATA
+    close(joint_variance(la, x), case.exact(x))
 
 
 def test_data_can_be_visited_only_where_each_item_is_one_row_in_its_place() -> None:
@@ -146,7 +157,6 @@ def test_data_can_be_visited_only_where_each_item_is_one_row_in_its_place() -> N
 
     assert can_jump(case.loader()) and can_jump(case.loader(shuffle=True))
     assert can_jump(case.loader(collate_fn=lambda items: default_collate(items)))
-    assert can_jump(DataLoader(case.dataset(), batch_size=4, drop_last=True), 20)
     assert not can_jump(case.loader(collate_fn=drop_the_last), 17)
     assert not can_jump(case.loader(collate_fn=sort_by_first_entry))
     assert not can_jump(list(case.loader()))
@@ -177,8 +187,6 @@ def test_a_sampler_that_repeats_data_counts_them_as_often() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_kind_of_model_is_fitted_and_left_as_it_was(case: NetworkCase) -> None:
-    from laplace import Laplace
-
     model = case.model()
     la = Laplace(model, case.likelihood, "all", "iterncgp", num_actions=3, cotangents=1, **case.keys)
     loader = case.loader(num_data=14, batch_size=BATCH)
@@ -192,6 +200,24 @@ def test_every_kind_of_model_is_fitted_and_left_as_it_was(case: NetworkCase) -> 
     dense = written_out(case)
     not_below(variance, dense.at_new(dense.covariance(1.0)))
     assert not bool((variance == dense.at_new(torch.eye(dense.J.shape[1], dtype=torch.float64))).all())
+
+
+@pytest.mark.parametrize("name", ["scalar parameters", "scalar bias"])
+@pytest.mark.parametrize("policy", ["clusters", "unit", "curvature_residual"])
+@pytest.mark.parametrize("prior", ["one precision", "one for each parameter tensor"])
+def test_models_with_parameters_of_no_dimension_have_the_exact_variance(name: str, policy: str, prior: str) -> None:
+    case, dense = BY_NAME[name], written_out(BY_NAME[name])
+    sizes = torch.tensor([p.numel() for p in case.model().parameters()])
+    precision = 0.5 + torch.rand(len(sizes), generator=torch.Generator().manual_seed(7)).double()
+    if prior == "one precision":
+        precision = precision[:1]
+    settings: dict[str, Any] = {"prior_precision": precision, "policy": policy, "num_actions": 60, "cotangents": 2}
+    la = Laplace(case.model(), "classification", "all", "iterncgp", **settings)
+    loader = case.loader(num_data=14, batch_size=BATCH)
+    la.fit(loader)
+    la.refine(loader, epochs=1)
+    per_weight = precision.repeat_interleave(sizes) if len(precision) > 1 else precision.expand(int(sizes.sum()))
+    close(la.predictive_moments(case.new_inputs())[1], dense.at_new(dense.covariance(per_weight)))
 
 
 class NoLinearLayer(nn.Module):

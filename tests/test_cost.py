@@ -153,7 +153,7 @@ def test_a_fit_that_cannot_fit_is_refused_with_the_table_and_leaves_what_was_the
     with pytest.raises(MemoryError, match=r"takes [\d,]+ MiB of 10 MiB available. Use fewer actions") as error:
         la.fit(net.loader())
     assert "per 1000 inputs" in str(error.value) and "17 data, 31 weights, 4 actions" in str(error.value)
-    assert torch.equal(joint_variance(la, x), before) and la.report_ is report
+    assert torch.equal(joint_variance(la, x), before) and la.report_ == report
     with untouched(fresh.model), pytest.raises(MemoryError):
         fresh.fit(net.loader())
     assert not fresh._fitted

@@ -20,7 +20,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ntk_iterncgp.data import FixedOrderData, evaluating, probe, slice_rows, to_device
+from ntk_iterncgp.data import FixedOrderData, TrainingDataWarning, evaluating, probe, slice_rows, to_device
 from ntk_iterncgp.order import in_fixed_order
 
 CPU = torch.device("cpu")
@@ -60,6 +60,13 @@ class CountsToKnown(CountsTo):
         return N
 
 
+class Doubled(TensorDataset):
+    """Reads its tensors in a way of its own."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return tuple(2 * tensor for tensor in super().__getitem__(index))
+
+
 class WholeBatches(Dataset):
     """Each item is a batch already."""
 
@@ -85,7 +92,6 @@ def random_loaders() -> dict[str, DataLoader]:
     weights = torch.arange(1.0, N + 1)
     return {
         "shuffle": DataLoader(ROWS, batch_size=3, shuffle=True),
-        "shuffle and drop_last": DataLoader(ROWS, batch_size=3, shuffle=True, drop_last=True),
         "shuffle with a generator": DataLoader(ROWS, 3, shuffle=True, generator=torch.Generator().manual_seed(1)),
         "RandomSampler with replacement": DataLoader(ROWS, 3, sampler=RandomSampler(ROWS, replacement=True)),
         "RandomSampler of few": DataLoader(ROWS, 3, sampler=RandomSampler(ROWS, num_samples=4)),
@@ -141,11 +147,49 @@ def test_a_shuffling_loader_holds_every_row_once() -> None:
     assert [len(batch) for batch in order(data)] == [4, 4, 2]
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_drop_last_is_respected(shuffle: bool) -> None:
-    data = fixed(DataLoader(ROWS, batch_size=3, shuffle=shuffle, drop_last=True))
-    rows = rows_of(data)
-    assert [len(batch) for batch in order(data)] == [3, 3, 3] and len(set(rows)) == 9
+def dropping(dataset: Dataset, batch_size: int = 3) -> dict[str, DataLoader]:
+    weighted = WeightedRandomSampler([1.0] * N, 11, generator=torch.Generator().manual_seed(0))
+    return {
+        "sequential": DataLoader(dataset, batch_size, drop_last=True),
+        "shuffle": DataLoader(dataset, batch_size, shuffle=True, drop_last=True),
+        "sampler": DataLoader(dataset, batch_size, sampler=weighted, drop_last=True),
+        "stream": DataLoader(CountsToKnown(), batch_size, drop_last=True),
+        "stream with workers": DataLoader(CountsToKnown(), batch_size, drop_last=True, num_workers=1),
+    }
+
+
+@pytest.mark.parametrize("kind", dropping(ROWS))
+def test_drop_last_is_overruled_and_the_user_is_told_once(kind: str) -> None:
+    loader, size = dropping(Doubled(X, y))[kind], 11 if kind == "sampler" else N
+    with pytest.warns(TrainingDataWarning, match=rf"would leave {size % 3} of {size} data out.*all data are used"):
+        data = fixed(loader)
+    batches = [len(targets) for _, targets in data.batches()]
+    assert len(data) == len(batches) == 4 and sum(batches) == size
+    fixed(loader)  # a second warning would be an error
+
+
+@pytest.mark.parametrize("kind", ["sequential", "shuffle", "stream"])
+def test_drop_last_that_leaves_nothing_out_is_not_worth_a_word(kind: str) -> None:
+    assert len(fixed(dropping(Doubled(X, y), 5)[kind])) == 2
+
+
+def test_fewer_data_than_a_batch_are_read_although_drop_last_leaves_nothing() -> None:
+    with pytest.warns(TrainingDataWarning, match=f"{N} of {N} data"):
+        assert rows_of(fixed(DataLoader(TensorDataset(X, y), batch_size=N + 1, drop_last=True))) == list(range(N))
+
+
+def test_drop_last_of_a_batch_sampler_or_a_loader_of_the_users_own_cannot_be_overruled_and_that_is_told() -> None:
+    class Own(BatchSampler):
+        pass
+
+    class Walked(DataLoader):
+        def __iter__(self) -> Any:
+            yield from super().__iter__()
+
+    own = DataLoader(Doubled(X, y), batch_sampler=Own(range(N), 4, drop_last=True))
+    for loader in (own, Walked(Doubled(X, y), 4, drop_last=True)):
+        with pytest.warns(TrainingDataWarning, match=r"leaves .* data out of the posterior\. Try drop_last=False"):
+            assert sum(len(targets) for _, targets in fixed(loader).batches()) == 8
 
 
 def test_a_subset_sampler_is_respected() -> None:
@@ -182,10 +226,6 @@ def test_tensors_read_a_batch_at_a_time_are_what_the_loader_gives(part: Any, sam
 
 
 def test_a_dataset_that_only_inherits_from_tensors_is_read_in_its_own_way() -> None:
-    class Doubled(TensorDataset):
-        def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-            return tuple(2 * tensor for tensor in super().__getitem__(index))
-
     for dataset in (Doubled(torch.ones(6, 2), torch.ones(6)), Subset(Doubled(torch.ones(6, 2), torch.ones(6)), [5, 0])):
         (x, y), *_ = FixedOrderData(DataLoader(dataset, 2), device=CPU).batches()
         assert bool((x == 2).all()) and bool((y == 2).all())
@@ -221,10 +261,9 @@ def test_a_stream_without_length_is_refused() -> None:
     [
         [],
         DataLoader(TensorDataset(X[:0], y[:0]), batch_size=3),
-        DataLoader(ROWS, batch_size=N + 1, drop_last=True),
         DataLoader(ROWS, batch_size=3, sampler=SubsetRandomSampler([])),
     ],
-    ids=["list", "data set", "drop_last", "sampler"],
+    ids=["list", "data set", "sampler"],
 )
 def test_a_loader_with_no_data_is_refused(empty: Any) -> None:
     with pytest.raises(ValueError, match="at least one batch, but the loader is empty"):
@@ -413,54 +452,6 @@ def test_outputs_that_lean_on_their_neighbours_are_found() -> None:
     model = Wrapped(lambda norm, h: h - h.mean(0))
     with pytest.raises(ValueError, match=r"depend on its own input alone, but the first one changed by"):
         look(model)
-
-
-class Augmented(Dataset):
-    def __init__(self, *, noisy_targets: bool = False) -> None:
-        self.noisy_targets = noisy_targets
-
-    def __len__(self) -> int:
-        return N
-
-    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
-        if self.noisy_targets:
-            return X[i], y[i].double() + torch.randn(())
-        return X[i] + torch.randn(3), y[i]
-
-
-@pytest.mark.parametrize("noisy_targets", [False, True], ids=["inputs", "targets"])
-def test_random_augmentation_is_found(noisy_targets: bool) -> None:
-    loader = DataLoader(Augmented(noisy_targets=noisy_targets), batch_size=4)
-    with pytest.raises(
-        ValueError, match=r"Two sweeps.*came out different the second time. Turn off random augmentation"
-    ):
-        look(mixed(), loader)
-
-
-def test_random_augmentation_of_a_mapping_is_found() -> None:
-    class Named(Augmented):
-        def __getitem__(self, i: int) -> Any:
-            return {"input_ids": X[i], "mask": torch.rand(3), "labels": y[i]}
-
-    class First(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = mixed()
-
-        def forward(self, batch: dict[str, Tensor]) -> Tensor:
-            return self.body(batch["input_ids"])
-
-    with pytest.raises(ValueError, match="Turn off random augmentation"):
-        look(First(), DataLoader(Named(), batch_size=4))
-
-
-def test_a_stream_in_another_order_is_found() -> None:
-    class Shuffled(CountsToKnown):
-        def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-            yield from (ROWS[i] for i in torch.randperm(N).tolist())
-
-    with pytest.raises(ValueError, match="give the loader a fixed order"):
-        look(mixed(), DataLoader(Shuffled(), batch_size=N))
 
 
 @pytest.mark.parametrize("batch_size", [4, N])

@@ -1,5 +1,7 @@
 """Several processes give what one gives, to 1e-10 in float64; and when one of them fails, none waits for it.
 
+Long after the mean has converged the actions themselves may differ; predictions and evidence do not.
+
 Processes are real, under gloo; `parallel_work.py` has what they do. One process is this one.
 """
 

@@ -163,7 +163,7 @@ def test_an_error_in_the_middle_of_a_fit_or_refine_leaves_what_was_there() -> No
         with pytest.raises(ArithmeticError):
             again(case.loader(batch_size=4))
         la.model.calls = 10**6
-        assert torch.equal(joint_variance(la, x), before) and la.report_ is report
+        assert torch.equal(joint_variance(la, x), before) and la.report_ == report
         assert not any(module._forward_pre_hooks for module in la.model.modules())
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     la.refine(case.loader(batch_size=4), epochs=1)

@@ -13,14 +13,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "ntk_iterncgp"
-MAX_LINES = 350
+MAX_LINES = 600  # files are cut by idea; ruff limits how complex a function may be
 
 # Rooms from the foundations up. A room may import from lines above its own, and from itself.
 ORDER = [
-    {"parallel", "threads", "files", "digests", "precision"},
+    {"parallel", "threads", "files", "digests", "precision", "frozen", "inputs"},
     {"locks"},
-    {"checkpoint", "order", "interrupt", "memory"},
-    {"kept"},
+    {"checkpoint", "order", "interrupt", "memory", "orthonormal"},
+    {"kept", "repeatability"},
     {"data"},
     {"columns"},
     {"kernels"},

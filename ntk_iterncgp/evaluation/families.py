@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import final
+from dataclasses import replace
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -147,6 +148,7 @@ class Ours(Latent):
         # Inputs are counted from the back where a leading dimension may hold the layers.
         self.places = {"outputs": 0, "shifted": 0, "covariance": -3, "cross": -3, "targets": 0}
         self.all = {name: torch.cat([getattr(part, name) for part in parts], at) for name, at in self.places.items()}
+        self.first = parts[0]
 
     def prior_variance(self, index: int, chosen: Tensor) -> Tensor:  # (b,)
         """The trace of the prior covariance."""
@@ -154,8 +156,9 @@ class Ours(Latent):
         return unit.diagonal(dim1=-2, dim2=-1).sum(-1).reshape(-1, len(chosen)).sum(0) / self.grid[index].to(unit)
 
     def moments(self, index: int, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        part = ValidationPart(
-            **{name: value.index_select(self.places[name], chosen.to(value.device)) for name, value in self.all.items()}
-        )
+        rows: dict[str, Any] = {
+            name: value.index_select(self.places[name], chosen.to(value.device)) for name, value in self.all.items()
+        }
+        part = replace(self.first, **rows)
         precision = self.grid[index].reshape(1).to(self.posterior.images.device)
         return part.moments(self.posterior, precision, self.noise_scale, refined=self.refined)

@@ -15,7 +15,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -89,12 +89,14 @@ class Ours(GaussianFamily):
         self.posterior, self.refined, self.precisions = posterior, refined, precisions
         self.places = {"outputs": 0, "shifted": 0, "covariance": -3, "cross": -3, "targets": 0}
         self.all = {name: torch.cat([getattr(part, name) for part in parts], at) for name, at in self.places.items()}
+        self.first = parts[0]
 
     def moments(self, precision: Tensor, noise: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
         device = self.posterior.images.device
-        part = ValidationPart(
-            **{name: value.index_select(self.places[name], chosen.to(value.device)) for name, value in self.all.items()}
-        )
+        rows: dict[str, Any] = {
+            name: value.index_select(self.places[name], chosen.to(value.device)) for name, value in self.all.items()
+        }
+        part = replace(self.first, **rows)
         mean, covariance = part.moments(
             self.posterior, precision.reshape(1).to(device), noise.to(device), refined=self.refined
         )

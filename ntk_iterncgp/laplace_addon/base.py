@@ -18,9 +18,10 @@ from ntk_iterncgp.data import Inputs, evaluating
 from ntk_iterncgp.laplace_addon.checks import check_positive, kept_on_failure
 from ntk_iterncgp.laplace_addon.fitting import FittedNetwork
 from ntk_iterncgp.laplace_addon.grid import GivenMoments, descend, search_grid
+from ntk_iterncgp.laplace_addon.prior_of_fit import check_may_be_tuned, check_prior, hyperparameters
 from ntk_iterncgp.laplace_addon.saving import from_state_dict, to_state_dict
 from ntk_iterncgp.likelihoods import Softmax
-from ntk_iterncgp.network import Progress
+from ntk_iterncgp.network import NetworkFit, Progress
 from ntk_iterncgp.network.reading import unfolded
 from ntk_iterncgp.precision import full_precision
 from ntk_iterncgp.predictive import (
@@ -40,6 +41,16 @@ QUASI = "quasi"
 
 class IterNCGPLaplace(FittedNetwork):
     """The posterior of the linearised network given all training data. Abstract; the flavours are final."""
+
+    _prior_of_fit: dict[str, Tensor]
+
+    def _take(self, result: NetworkFit) -> None:
+        super()._take(result)
+        self._prior_of_fit = hyperparameters(self)
+
+    def _refresh_posterior(self) -> None:
+        super()._refresh_posterior()
+        check_prior(self)
 
     # --- predictions -------------------------------------------------------------------------------------------------
 
@@ -88,7 +99,11 @@ class IterNCGPLaplace(FittedNetwork):
             self._check_nonempty_inputs(x)
             # It depends on differences between the outputs alone: one backward pass less.
             mean, covariance = self._moments(x, softmax.contrasts(self._device))
-        return expected_response(softmax, mean, covariance, link="quadrature", num_samples=n_samples)
+        wide = torch.promote_types(mean.dtype, torch.float32)  # no eigenvalues in half precision
+        response = expected_response(
+            softmax, mean.to(wide), covariance.to(wide), link="quadrature", num_samples=n_samples
+        )
+        return response.to(mean.dtype)
 
     def uncertainty(self, x: Inputs) -> Uncertainty:
         """Scores of each input for rejection, out-of-distribution detection and active learning; prints as a table."""
@@ -183,6 +198,7 @@ class IterNCGPLaplace(FittedNetwork):
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:  # (n_samples, P)
         """Draws of the weights."""
         self._check_fitted()
+        n_samples = whole_number("n_samples", n_samples, at_least=1)
         posterior = self._posterior_now()
         return (self._mean_weights(posterior) + posterior.sample(n_samples, generator)).to(self._dtype)
 
@@ -193,12 +209,14 @@ class IterNCGPLaplace(FittedNetwork):
     ) -> Tensor:
         """A lower bound on the Laplace evidence, equal to it with enough actions; differentiable in both arguments."""
         self._check_fitted()
-        if prior_precision is not None:
-            self.prior_precision = prior_precision
-        if sigma_noise is not None:
-            if self.likelihood != Likelihood.REGRESSION:
-                raise ValueError("sigma_noise is expected for regression only; classification has no noise to set.")
-            self.sigma_noise = sigma_noise
+        with kept_on_failure(self, "prior_precision", "sigma_noise"):
+            if prior_precision is not None:
+                self.prior_precision = prior_precision
+            if sigma_noise is not None:
+                if self.likelihood != Likelihood.REGRESSION:
+                    raise ValueError("sigma_noise is expected for regression only; classification has no noise to set.")
+                self.sigma_noise = sigma_noise
+            check_prior(self)
         return self.log_likelihood - 0.5 * (self.log_det_ratio + self._misfit())
 
     def _misfit(self) -> Tensor:
@@ -210,14 +228,30 @@ class IterNCGPLaplace(FittedNetwork):
         factor = self.posterior.factor(self.prior_precision, self._noise_scale)
         return factor.half_solve(right_hand_side).square().sum().to(self._dtype)
 
+    def _glm_functional_samples(
+        self, f_mu: Tensor, f_var: Tensor, n_samples: int, diagonal_output: bool = False, generator: Any = None
+    ) -> Tensor:
+        """In single precision at least: there is no Cholesky factorisation in half precision."""
+        dtype = torch.promote_types(f_mu.dtype, torch.float32)
+        draws = super()._glm_functional_samples(f_mu.to(dtype), f_var.to(dtype), n_samples, diagonal_output, generator)
+        return draws.to(f_mu.dtype)
+
+    @property
+    def log_likelihood(self) -> Tensor:
+        """log p(y | f) of the training data."""
+        self._check_fitted()
+        return super().log_likelihood
+
     @property
     def log_det_ratio(self) -> Tensor:
         """An upper bound on log|I + W^{½}KW^{½}|, so that the evidence is safe to maximise."""
+        self._check_fitted()
         return self.posterior.log_determinant_bounds(self.prior_precision, self._noise_scale)[1].to(self._dtype)
 
     @property
     def scatter(self) -> Tensor:
         """The prior's penalty of the mean weights."""
+        self._check_fitted()
         if self.settings.mean == "refined":
             delta = self._mean_weights(self._posterior_now()).to(self._dtype) - self.prior_mean
         else:
@@ -250,6 +284,7 @@ class IterNCGPLaplace(FittedNetwork):
         Neither touches the training data; the grid passes the validation set once in all.
         """
         self._check_fitted()
+        check_may_be_tuned(self)
         check_positive("init_prior_prec", init_prior_prec)
         with kept_on_failure(self, "prior_precision", "temperature"):
             if method == "marglik":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from laplace.baselaplace import BaseFunctionalLaplace
@@ -49,11 +50,15 @@ class FittedNetwork(BaseFunctionalLaplace):
                       "curvature_residual" (the default for mean="refined"), "random_subspace", or a callable
     num_actions       how many: for "clusters" the best combinations of more groups of data than that (200), else
                       products with the NTK (50), each one sweep forward+backward and one of Jacobian-vector products
-    cotangents        directions for each datum, for "clusters": q of them take (1 + 2q)/3 epochs for q·num_actions
+    cotangents        directions for each datum, for "clusters": q of them take (1 + 2q)/3 epochs for q·num_actions.
+                      None: one for classification, where the curvature is; for regression, whose outputs all say as
+                      much, each output (up to 8 of them, in turn), for num_actions in all
     max_epochs        where to stop before all of them are done
     actions_per_step  of these, how many per Newton step (mean="refined")
     max_rank          how many actions to keep (None: all); compression says how they are chosen
     chunk_bytes       memory for the rows of the Jacobian, in predictions
+    dtype             of derivatives; None: float64 for networks of up to 16 384 weights if they regress or have at most
+                      4096 data, else that of the model
     """
 
     def __init__(
@@ -71,7 +76,7 @@ class FittedNetwork(BaseFunctionalLaplace):
         mean: str = "network",
         policy: str | Policy | None = None,
         num_actions: int | None = None,
-        cotangents: int = 1,
+        cotangents: int | None = None,
         max_epochs: float | None = None,
         actions_per_step: int = 5,
         max_rank: int | None = None,
@@ -79,6 +84,7 @@ class FittedNetwork(BaseFunctionalLaplace):
         newton_tol: float = 1e-2,
         chunk_bytes: int = 256 * 2**20,
         seed: int = 0,
+        dtype: torch.dtype | None = None,
     ) -> None:
         if likelihood not in (Likelihood.CLASSIFICATION, Likelihood.REGRESSION):
             raise ValueError(
@@ -114,7 +120,7 @@ class FittedNetwork(BaseFunctionalLaplace):
             mean=mean,
             policy=None if in_groups else resolve_policy(policy, others=[CLUSTERS]),
             num_actions=num_actions,
-            cotangents=whole_number("cotangents", cotangents, at_least=1),
+            cotangents=None if cotangents is None else whole_number("cotangents", cotangents, at_least=1),
             max_epochs=max_epochs,
             stopping=Stopping(
                 max_products,
@@ -125,6 +131,9 @@ class FittedNetwork(BaseFunctionalLaplace):
             chunk_bytes=whole_number("chunk_bytes", chunk_bytes, at_least=1),
             seed=seed_number(seed),
         )
+        if dtype not in (None, torch.float32, torch.float64):
+            raise ValueError(f"dtype must be None, torch.float32 or torch.float64; got {dtype!r}. Try dtype=None.")
+        self.dtype = dtype
         self._fitted = False
         _require_one_device(model)
         with exclusively(model):  # while another thread fits it, it holds other weights
@@ -271,10 +280,11 @@ class FittedNetwork(BaseFunctionalLaplace):
 
     @property
     def report_(self) -> FitReport:
-        """How the fit ended, with advice."""
+        """How the fit ended, with advice; the information captured is that at the current hyperparameters."""
         if self._report is None:
             raise RuntimeError("This posterior has not been fitted in this session. Call fit(train_loader) first.")
-        return self._report
+        information = self.posterior.information_captured(self.prior_precision, self._noise_scale)
+        return replace(self._report, information_captured=information, rank=self.posterior.rank)
 
     @property
     def _noise_scale(self) -> Tensor:

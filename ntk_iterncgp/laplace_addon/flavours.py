@@ -2,42 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from laplace.utils import FeatureExtractor
 from laplace.utils.enums import Likelihood
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from ntk_iterncgp.data import FixedOrderData, Inputs, probe, to_device
 from ntk_iterncgp.laplace_addon.base import IterNCGPLaplace
-from ntk_iterncgp.priors.jacobian import Jacobian, NetworkJacobian, as_outputs
+from ntk_iterncgp.laplace_addon.checks import CheckedHyperparameters
+from ntk_iterncgp.priors.jacobian import Jacobian, NetworkJacobian, as_outputs, derivative_dtype
 from ntk_iterncgp.priors.last_layer import LastLayerJacobian
 from ntk_iterncgp.priors.ntk import in_parts
 from ntk_iterncgp.priors.rows import Rows
 from ntk_iterncgp.threads import exclusively
 
+FEW = 2**16  # weights of a last layer, up to which its products are taken in float64
+
 
 @final
-class IterNCGPAllLaplace(IterNCGPLaplace):
+class IterNCGPAllLaplace(CheckedHyperparameters, IterNCGPLaplace):
     """All weights that require a gradient."""
 
     _key = ("all", "iterncgp")
     _jacobian: Jacobian | None = None
 
     def _open(self, loader: DataLoader) -> tuple[NetworkJacobian, FixedOrderData]:
-        jacobian = Jacobian(self.model)
         data = FixedOrderData(loader, device=self._device, dict_key_x=self.dict_key_x, dict_key_y=self.dict_key_y)
+        jacobian = self._in_dtype(data)
         probe(self.model, jacobian.forward, data)
         self._jacobian = jacobian  # what a fit finds out about the model holds for predictions too
         return jacobian, data
 
+    def _in_dtype(self, data: FixedOrderData) -> Jacobian:
+        """Derivatives in the dtype asked for, or in the model's own where the model does not work in that."""
+        jacobian = Jacobian(self.model)
+        dtype = self.dtype or derivative_dtype(
+            jacobian.num_params, jacobian.dtype, data.num_items, is_regression=self.likelihood == Likelihood.REGRESSION
+        )
+        if dtype == jacobian.dtype:
+            return jacobian
+        other = Jacobian(self.model, dtype=dtype)
+        try:
+            with torch.no_grad():
+                works = other.forward(next(data.batches())[0]).dtype == dtype
+        except (RuntimeError, TypeError, NotImplementedError):  # a constant of its own dtype somewhere in it
+            works = False
+        if not works and self.dtype is not None:
+            raise ValueError(
+                f"dtype={dtype} must be one that the model can compute in; got outputs of another dtype, or an error. "
+                f"Try dtype=None, or let the model create its own tensors in the dtype of its inputs."
+            )
+        return other if works else jacobian
+
     def _rows_at(self, x: Inputs, contrasts: Tensor | None = None) -> Iterator[Rows]:
-        if self._jacobian is None or not self._jacobian.is_of(self.model):
-            self._jacobian = Jacobian(self.model)  # kept: what it has found out about the model costs two rows
+        dtype = self.posterior.images.dtype
+        if self._jacobian is None or self._jacobian.dtype != dtype or not self._jacobian.is_of(self.model):
+            self._jacobian = Jacobian(
+                self.model, dtype=dtype
+            )  # cached: what it found out about the model cost two rows
         jacobian, x = self._jacobian, to_device(x, self._device)
         data = FixedOrderData([(x, None)], device=self._device, dict_key_x=self.dict_key_x, dict_key_y=self.dict_key_y)
         for part in in_parts(jacobian, data, x, self.n_outputs, self.settings.chunk_bytes):
@@ -50,8 +78,31 @@ class IterNCGPAllLaplace(IterNCGPLaplace):
         return {name: value for name, value in self.model.named_parameters() if value.requires_grad}
 
 
+class CopyableFeatureExtractor(FeatureExtractor):
+    """laplace-torch's, but for its hook.
+
+    Its own is a closure, which a copy shares with the original: the features of the copy's inputs went to the
+    original, and the copy predicted from features that it had been copied with. Nor can a closure be pickled.
+    """
+
+    def _get_hook(self, name: str) -> Callable[..., None]:
+        return FeatureHook(self, name)
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureHook:
+    """Records the input of the last layer. Copied together with its extractor."""
+
+    extractor: FeatureExtractor
+    name: str
+
+    def __call__(self, layer: nn.Module, inputs: tuple[Tensor, ...], outputs: Any) -> None:
+        features = inputs[0]
+        self.extractor._features[self.name] = features if self.extractor.enable_backprop else features.detach()
+
+
 @final
-class IterNCGPLastLayerLaplace(IterNCGPLaplace):
+class IterNCGPLastLayerLaplace(CheckedHyperparameters, IterNCGPLaplace):
     """The weights of a linear last layer; its features are computed once.
 
     The layer is found by a forward pass, as laplace-torch does, or named by `last_layer_name`. The model is copied,
@@ -73,25 +124,26 @@ class IterNCGPLastLayerLaplace(IterNCGPLaplace):
         **kwargs: Any,
     ) -> None:
         super().__init__(model, likelihood, sigma_noise, 1.0, 0.0, *args, **kwargs)
-        self._given_prior = (prior_precision, prior_mean)  # checked against the last layer once it is known
         with exclusively(model):
             copied = deepcopy(model)
         for module in copied.modules():
             if isinstance(module, nn.Linear):  # the extractor looks at what is given by position
                 module.register_forward_pre_hook(_by_position, with_kwargs=True)
-        self.extractor = FeatureExtractor(
+        self.extractor = CopyableFeatureExtractor(
             copied, last_layer_name, self.enable_backprop, feature_reduction=feature_reduction
         )
         self.model = self.extractor
         if last_layer_name is not None:
             self._take_last_layer()
+        self.prior_precision, self.prior_mean = prior_precision, prior_mean
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """A prior set before the last layer is known is checked when it is."""
+        """The size of a prior set before the last layer is known is checked when it is known."""
         extractor = self.__dict__.get("extractor")
         if extractor is not None and extractor.last_layer is None and name in ("prior_precision", "prior_mean"):
-            precision, mean = self._given_prior
-            self._given_prior = (value, mean) if name == "prior_precision" else (precision, value)
+            self._check_hyperparameter(name, value)
+            tensor = torch.as_tensor(value, dtype=self._dtype, device=self._device).reshape(-1)
+            super().__setattr__(f"_{name}", tensor)  # where laplace-torch keeps it
         else:
             super().__setattr__(name, value)
 
@@ -104,7 +156,7 @@ class IterNCGPLastLayerLaplace(IterNCGPLaplace):
     def _take_last_layer(self) -> None:
         self.params = list(self._layer.parameters())
         self.n_params, self.n_layers = sum(p.numel() for p in self.params), len(self.params)
-        self.prior_precision, self.prior_mean = self._given_prior
+        self.prior_precision, self.prior_mean = self.prior_precision, self.prior_mean  # now their sizes too
 
     def _open(self, loader: DataLoader) -> tuple[NetworkJacobian, FixedOrderData]:
         data = FixedOrderData(loader, device=self._device, dict_key_x=self.dict_key_x, dict_key_y=self.dict_key_y)
@@ -113,25 +165,31 @@ class IterNCGPLastLayerLaplace(IterNCGPLaplace):
                 self.extractor.find_last_layer(next(data.batches())[0])
             self._take_last_layer()
         probe(self.extractor, lambda x: as_outputs(self.extractor(x)), data)
-        jacobian = LastLayerJacobian(self._layer)
+        own = self._layer.weight.dtype
+        jacobian = LastLayerJacobian(self._layer, dtype=self.dtype or (torch.float64 if self.n_params <= FEW else own))
         with torch.no_grad():
             x = next(data.batches())[0]
             outputs, features = as_outputs(self.extractor(x)), self._features(x)
-            if not torch.allclose(jacobian.forward(features), outputs, rtol=1e-4, atol=1e-5):
+            if not torch.allclose(jacobian.forward(features).to(outputs), outputs, rtol=1e-4, atol=1e-5):
                 raise ValueError(
                     f"The model is expected to end in its last linear layer, {self.extractor._last_layer_name!r}, but "
                     "its outputs are not those of that layer. Return the layer's outputs as they are, or name another "
                     "layer (last_layer_name)."
                 )
-            batches = list(data.each_batch(lambda x, y: (self._features(x), y)))
-        return jacobian, FixedOrderData(batches, device=self._device)
+            features, targets = map(torch.cat, zip(*data.each_batch(lambda x, y: (self._features(x), y)), strict=True))
+        if len(targets) != len(features):
+            raise ValueError(
+                f"Expected one target for each of the {len(features)} training inputs, but got {len(targets)}."
+            )
+        cached = DataLoader(TensorDataset(features, targets), len(outputs))  # which can be visited group by group
+        return jacobian, FixedOrderData(cached, device=self._device)
 
     def _features(self, x: Inputs) -> Tensor:  # (b, D)
         features = self.extractor.forward_with_features(x)[1]
         return features if features.ndim == 2 else features.reshape(-1, self._layer.in_features)
 
     def _rows_at(self, x: Inputs, contrasts: Tensor | None = None) -> Iterator[Rows]:
-        jacobian = LastLayerJacobian(self._layer)
+        jacobian = LastLayerJacobian(self._layer, dtype=self.posterior.images.dtype)
         features = self._features(to_device(x, self._device))
         data = FixedOrderData([(features, None)], device=self._device)
         for part in in_parts(jacobian, data, features, self.n_outputs, self.settings.chunk_bytes):

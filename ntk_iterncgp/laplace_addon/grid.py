@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from ntk_iterncgp.data import FixedOrderData, evaluating
-from ntk_iterncgp.likelihoods import Softmax
+from ntk_iterncgp.likelihoods import Gaussian, Softmax
 from ntk_iterncgp.predictive import expected_response
 from ntk_iterncgp.tuning import (
     Moments,
@@ -47,9 +48,17 @@ def search_grid(
     num_samples: int,
     progress_bar: bool,
 ) -> Tensor:
-    """The precision with the least loss on the validation set: the negative log-likelihood, or one of the user's."""
+    """The precision with the least loss on the validation set: the negative log-likelihood, or one of the user's.
+
+    Where the loss is the same at all of them, the precision stays as it is, with a warning.
+    """
+    scores: list[float] = []
 
     def score(moments: list[Moments]) -> float:
+        scores.append(value(moments))
+        return scores[-1]
+
+    def value(moments: list[Moments]) -> float:
         if la.likelihood == Likelihood.REGRESSION:
             if loss is None:
                 return float(gaussian_nll(moments, la.sigma_noise.detach().double().square()))
@@ -62,7 +71,7 @@ def search_grid(
             predictions.append((la._glm_forward_call(given, la.likelihood, False, link, num_samples), targets))
         return float(categorical_nll(predictions)) if loss is None else metric_value(loss, predictions)
 
-    return tune_by_validation(
+    best = tune_by_validation(
         la.posterior,
         pass_once(la, loader, progress_bar),
         grid,
@@ -71,6 +80,14 @@ def search_grid(
         refined=la.settings.mean == "refined",
         progress_bar=progress_bar,
     )
+    if len(scores) > 1 and len(set(scores)) == 1:
+        warnings.warn(
+            "The loss must depend on the prior precision; got the same value for all of the grid, as with an error of "
+            "the mean alone where the mean is the network's. The precision stays as it was. Try loss=None.",
+            stacklevel=3,
+        )
+        return la.prior_precision.detach()
+    return best
 
 
 def descend(
@@ -114,13 +131,38 @@ def descend(
 def pass_once(
     la: IterNCGPLaplace, loader: DataLoader, progress_bar: bool, *, layerwise: bool = False
 ) -> list[ValidationPart]:
+    """Evaluate the network and its Jacobian on a validation set.
+
+    Args:
+        la: A fitted posterior.
+        loader: The validation set. Its targets must be such as `fit` takes.
+        progress_bar: Whether to show one.
+        layerwise: Whether to separate the parameter tensors, for one precision for each.
+
+    Returns:
+        The validation set in parts that fit in `chunk_bytes`, from which the moments at any precision follow.
+    """
     data = FixedOrderData(loader, device=la._device, dict_key_x=la.dict_key_x, dict_key_y=la.dict_key_y)
     shift, parts = la.mean - la.prior_mean, []
+    # With little noise a regression's variance is a small difference, at least at some precision of a grid.
+    dtype = torch.float64 if la.likelihood == Likelihood.REGRESSION else la.posterior.images.dtype
     with evaluating(la.model), torch.no_grad():
         for x, y in tqdm(data.batches(), total=len(data), desc="Validation set", disable=not progress_bar):
-            start = 0
+            start, targets = 0, _checked_targets(la, y)
             for rows in la._rows_at(x):
                 stop = start + len(rows.outputs)
-                parts.append(ValidationPart.of(rows, la.posterior, shift, y[start:stop], layerwise=layerwise))
+                parts.append(
+                    ValidationPart.of(rows, la.posterior, shift, targets[start:stop], layerwise=layerwise, dtype=dtype)
+                )
                 start = stop
+            if start != len(targets):
+                raise ValueError(f"val_loader must hold one target for each input; got {len(targets)} for {start}.")
     return parts
+
+
+def _checked_targets(la: IterNCGPLaplace, y: Tensor) -> Tensor:
+    """As in a fit: labels (b,) or values (b, C). A loss would broadcast other shapes or skip a label of −100."""
+    if y.is_floating_point() and not bool(torch.isfinite(y).all()):
+        raise ValueError("The targets of val_loader must be finite; got NaN or infinity. Remove those data.")
+    is_classification = la.likelihood == Likelihood.CLASSIFICATION
+    return (Softmax(la.n_outputs) if is_classification else Gaussian(1.0, la.n_outputs)).check_targets(y)

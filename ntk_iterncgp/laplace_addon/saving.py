@@ -12,6 +12,8 @@ from laplace.utils.enums import Likelihood
 from torch import Tensor, nn
 
 from ntk_iterncgp.digests import described, digest
+from ntk_iterncgp.laplace_addon.checks import kept_on_failure
+from ntk_iterncgp.laplace_addon.prior_of_fit import hyperparameters
 from ntk_iterncgp.network import Budget, LinearisedNetwork, NetworkFit
 from ntk_iterncgp.weight_check import check_posterior
 from ntk_iterncgp.weight_posterior import WeightPosterior
@@ -88,11 +90,14 @@ def from_state_dict(la: IterNCGPLaplace, state: Mapping[str, Any]) -> None:
     _check(la, state)
     _check_numbers(state, sum(la._layer_sizes()))
     posterior = WeightPosterior.from_dict(state["posterior"], la._layer_sizes(), la._device)
-    la.posterior = check_posterior(posterior, state["prior_precision"], state["sigma_noise"])
+    posterior = check_posterior(posterior, state["prior_precision"], state["sigma_noise"])
+    with kept_on_failure(la, "prior_precision", "prior_mean", "sigma_noise", "temperature"):
+        la.prior_precision, la.prior_mean = state["prior_precision"], state["prior_mean"]
+        la.sigma_noise, la.temperature = state["sigma_noise"], float(state["temperature"])
+    la.posterior = posterior
     la.mean, la._fingerprint = state["weights"].to(la._device), state["fingerprint"]
-    la.prior_precision, la.prior_mean = state["prior_precision"], state["prior_mean"]
-    la.sigma_noise, la.temperature = state["sigma_noise"], float(state["temperature"])
     la.loss, la.n_data, la.n_outputs = float(state["loss"]), int(state["n_data"]), int(state["n_outputs"])
+    la._prior_of_fit = hyperparameters(la)
     la._fitted, la._conditioned, la._report, la._fit = True, None, None, None
 
 
@@ -104,12 +109,15 @@ def _identity(la: IterNCGPLaplace) -> dict[str, Any]:
         "likelihood": str(Likelihood(la.likelihood).value),
         "mean_mode": la.settings.mean,
         "parameters": {name: list(value.shape) for name, value in la._parameters().items()},
+        "modules": {name: type(module).__name__ for name, module in la.model.named_modules()},
     }
 
 
 def _check(la: IterNCGPLaplace, saved: Mapping[str, Any]) -> None:
     """Raise a sentence that names the first thing in which a saved posterior differs."""
     for key, value in _identity(la).items():
+        if key == "modules" and key not in saved:
+            continue  # saved by an earlier version
         if saved.get(key) != value:
             raise ValueError(
                 f"The saved posterior is expected to match this one, but its {key} is {_short(saved.get(key))} and "
@@ -136,6 +144,8 @@ def _check_numbers(state: Mapping[str, Any], num_weights: int) -> None:
         "prior_mean": ((1,), (P,)),
         "curvature_diagonal": ((P,),),
     }
+    if "rounding_gram" in posterior:
+        shapes["rounding_gram"] = ((B, B),)
     for name, allowed in shapes.items():
         value = _finite(posterior, name)
         is_small = name not in ("images", "prior_mean")  # which are in the precision of the model
@@ -146,7 +156,9 @@ def _check_numbers(state: Mapping[str, Any], num_weights: int) -> None:
     _part(posterior, "anchor_share", float, int)
     _part(posterior, "curvature_rank", int)
     _part(posterior, "trace_is_exact", bool)
-    if len(posterior) != len(fields(WeightPosterior)) - 1:
+    if "num_actions" in posterior and _part(posterior, "num_actions", int) < 1:
+        raise _damaged("num_actions", _short(posterior["num_actions"]))
+    if not posterior.keys() <= {f.name for f in fields(WeightPosterior)} - {"layer_sizes"}:
         raise _damaged("posterior", f"made of {_short(sorted(map(str, posterior)))}")
     for name, sizes in (("prior_precision", (1, len(state["parameters"]), P)), ("sigma_noise", (1,))):
         if not bool((_finite(state, name) > 0).all()) or state[name].numel() not in sizes:

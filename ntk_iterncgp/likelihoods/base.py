@@ -18,7 +18,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ntk_iterncgp.likelihoods.quadrature import covariance_root, normal_points
+from ntk_iterncgp.likelihoods.quadrature import gaussian_points
 
 CURVATURE_FLOOR = 1e-10
 """Probabilities and rates are held at or above this, in W and W⁺ alike, for a prior variance of at most one.
@@ -28,12 +28,20 @@ matrices in rounding. At the floor it still carries none that can be seen. What 
 in proportion to a larger prior variance (`for_prior_variance`).
 """
 
+ANY_VARIANCE = 1e20
+"""A prior variance that no prior exceeds: its floor is for those who never divide by a probability, or who scale their
+actions by what they divide by, and who may be asked about any prior afterwards."""
+
+
+EXPECTATION_POINTS = 256  # of a latent Gaussian with more than one contrast
+
 
 class Likelihood(ABC):
     """An observation model. `latent` is (N, C), `block` is (N, C, k); any subset of the data may be passed."""
 
     num_outputs: int = 1
     is_quadratic: bool = False  # log p is quadratic in f: a single Newton step is exact
+    has_exact_response: bool = False  # expected_response is a closed form, not an approximation
     curvature_floor: float = CURVATURE_FLOOR
 
     def for_prior_variance(self, variance: float) -> Self:
@@ -78,15 +86,20 @@ class Likelihood(ABC):
         self, mean: Tensor, covariance: Tensor, targets: Tensor
     ) -> Tensor:  # (N, C), (N, C, C) -> (N,)
         """E[log p(y | f)] for f ~ N(mean, covariance), by fixed points unless there is a closed form."""
-        points, weights = normal_points(self.num_outputs, 256, mean.device)
-        root, total = covariance_root(covariance), torch.zeros(len(mean), dtype=mean.dtype, device=mean.device)
-        for point, weight in zip(points, weights, strict=True):
-            total += weight * self.log_prob(mean + root @ point, targets)
+        root, points, weights = gaussian_points(mean, covariance, self.contrasts(mean.device), EXPECTATION_POINTS)
+        total = mean.new_zeros(len(mean))
+        for point, weight in zip(points.unbind(1), weights.unbind(1), strict=True):  # (b or 1, r), (b or 1,)
+            total = total + weight * self.log_prob(mean + (root @ point[..., None])[..., 0], targets)
         return total
 
     def project(self, block: Tensor) -> Tensor:  # (N, C, k) -> (N, C, k)
         """The projection onto the range of W."""
         return block
+
+    def project_in_noise(self, block: Tensor, noise: Tensor) -> Tensor:  # (N, C, k), (N, C) -> (N, C, k)
+        """The projection onto the range of W that is orthogonal in the metric of the noise, given by its diagonal: what
+        it adds to a block is as small as W allows. The same as `project` where W has full rank."""
+        return self.project(block)
 
     def contrasts(self, device: torch.device) -> Tensor:  # (C, q)
         """An orthonormal basis of the range of each datum's W, in float64."""

@@ -41,7 +41,7 @@ from torch import Tensor
 from ntk_iterncgp import parallel
 from ntk_iterncgp.data import FixedOrderData, slice_rows
 from ntk_iterncgp.likelihoods import Likelihood
-from ntk_iterncgp.network.directions import along, has_choice, next_directions, worth_looking
+from ntk_iterncgp.network.directions import along, cotangents_each, has_choice, next_directions, worth_looking
 from ntk_iterncgp.network.grouping import group, groups_for
 from ntk_iterncgp.network.independence import best_combinations, block_matrix, combined_gram, independent_columns
 from ntk_iterncgp.network.passes import (
@@ -54,7 +54,7 @@ from ntk_iterncgp.network.passes import (
     same_datum,
 )
 from ntk_iterncgp.priors.jacobian import NetworkJacobian
-from ntk_iterncgp.weight_posterior import inner_products
+from ntk_iterncgp.weight_posterior import inner_products, rows_at_once
 
 PRODUCTS_AT_ONCE = 2**16  # between directions of the same data, of which there may be more than data
 
@@ -81,7 +81,7 @@ class Clusters:
     generator: torch.Generator
     passes: list[Pass] = field(default_factory=list)
     noise_blocks: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # of R, between complete passes
-    gram_blocks: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # of AᵀA
+    gram_blocks: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # of AᵀA, between actions of these
     combined: dict[int, tuple[Tensor | None, Tensor]] = field(default_factory=dict)  # complete passes, and their images
     latest: Actions | None = None
 
@@ -111,6 +111,11 @@ class Clusters:
         return sum(len(done.directions) for done in self.passes)
 
     @property
+    def last_is_random(self) -> bool:
+        """Whether the last pass had random directions, since all of the likelihood's own had been taken before it."""
+        return self.num_directions - len(self.passes[-1].directions) >= self.likelihood.curvature_rank
+
+    @property
     def max_rank(self) -> int:
         """The rank of W: how many independent actions there are."""
         return len(self.outputs) * self.likelihood.curvature_rank
@@ -132,18 +137,28 @@ class Clusters:
         return next_directions(self.likelihood, self.outputs, self.num_directions, number, self.generator)
 
     def new_pass(
-        self, number: int, num_actions: int, like: Tensor, num_params: int, *, max_epochs: float | None = None
+        self,
+        cotangents: int | None,
+        num_actions: int,
+        like: Tensor,
+        num_params: int,
+        *,
+        max_epochs: float | None = None,
     ) -> Pass:
         """Group the data for the next directions, so many of each. `like` gives the dtype and device of the images. If
         `max_epochs` are not enough for all of the pass, its groups are the actions: there will be no combining them."""
-        num_groups, num_kept = num_actions, None
-        if not self.passes and has_choice(self.likelihood, number, num_actions, len(self.outputs)):
-            rows, directions = worth_looking(self.likelihood, self.outputs, number, num_actions, self.generator)
-            if max_epochs is None or epochs_of(len(rows), number, len(self.outputs)) <= max_epochs + 1e-9:
-                num_groups = groups_for(num_actions, len(rows), number * num_params * like.element_size())
-                num_kept = number * num_actions
+        number = cotangents_each(self.likelihood, cotangents, max_epochs)
+        num_actions, num_kept = num_actions * (cotangents or 1), None  # in all
+        num_groups = -(-num_actions // number)
+        is_chosen = not self.passes and has_choice(self.likelihood, number, num_actions // number, len(self.outputs))
+        if is_chosen:
+            rows, directions = worth_looking(self.likelihood, self.outputs, number, num_groups, self.generator)
         else:
             rows, directions = torch.arange(len(self.outputs), device=self.outputs.device), self.directions(number)
+        is_enough = max_epochs is None or epochs_of(len(rows), number, len(self.outputs)) <= max_epochs + 1e-9
+        if is_enough and (is_chosen or (not self.passes and number * len(rows) > num_actions)):
+            num_groups = groups_for(num_actions, len(rows), num_params * like.element_size(), number)
+            num_kept = num_actions
         num_groups = min(num_groups, len(rows))
         weights = torch.stack([along(self.likelihood, self.outputs[rows], u) for u in directions]).sum(0)
         labels = (
@@ -233,16 +248,23 @@ class Clusters:
         return 0.5 * (gram + gram.T)
 
     def image_gram(self) -> Tensor:  # (B, B)
-        """AᵀA of the actions that are in the posterior."""
+        """AᵀA of the actions that are in the posterior: of the very images, as they are stored. After a further pass
+        only what is new of it is computed."""
         found = self._actions()
-        gram = combined_gram(self._gram(), self._sizes(), found.combinations)
+        images, complete = [part.T for part in found.images], [done.is_complete for done in self.passes]
+        gram = block_matrix(self.gram_blocks, complete, lambda i, j: inner_products(images[i], images[j]))
         return gram if len(found.kept) == len(gram) else gram[found.kept][:, found.kept]
 
-    def _gram(self) -> Tensor:  # (all groups, all groups)
-        """AᵀA of the groups. After a further pass only what is new of it is computed."""
-        images = [done.images.T for done in self.passes]
-        complete = [done.is_complete for done in self.passes]
-        return block_matrix(self.gram_blocks, complete, lambda i, j: inner_products(images[i], images[j]))
+    def rounding_gram(self) -> Tensor:  # (B, B)
+        """The squared errors of the images, over those of one number: each group's is in proportion to its own image,
+        and combinations of groups have theirs however small they are."""
+        found, blocks = self._actions(), []
+        for done, best in zip(self.passes, found.combinations, strict=True):
+            parts = done.images.split(rows_at_once(len(done.images)), 1)
+            lengths = sum(part.double().square().sum(1) for part in parts)
+            assert isinstance(lengths, Tensor)
+            blocks.append(lengths.diag() if best is None else best.T @ (lengths[:, None] * best))
+        return torch.block_diag(*blocks)[found.kept][:, found.kept]
 
     def keep_all(self) -> None:
         """Of a pass that is cut short each group stays as it is: what is made of all of them later might say less about
@@ -280,6 +302,10 @@ class Clusters:
             images = images[: len(found.kept)] if leading else images[found.kept]  # no copy of leading ones
         return images.T, found.noise_gram
 
+    def action_images(self) -> list[Tensor]:  # (actions, P) each
+        """What is made of each pass, independent or not."""
+        return self._actions().images
+
     def group_images(self) -> Tensor:  # (P, all groups)
         images = [done.images for done in self.passes]
         return (images[0] if len(images) == 1 else torch.cat(images)).T
@@ -313,11 +339,9 @@ class Clusters:
         if done.num_kept is None or not done.is_complete:
             return None, done.images
         if index not in self.combined:
-            if (index, index) not in self.gram_blocks:
-                images = done.images.T
-                self.gram_blocks[index, index] = inner_products(images, images)
-            best = best_combinations(noise, self.gram_blocks[index, index], done.num_kept)
-            self.combined[index] = best, done.images if best is None else best.T.to(done.images.dtype) @ done.images
+            images = done.images.T
+            best = best_combinations(noise, inner_products(images, images), done.num_kept, len(done.directions))
+            self.combined[index] = best, done.images if best is None else _products(best.T, done.images)
         return self.combined[index]
 
     def spread(self, contributions: Tensor) -> Tensor:  # (b, all groups) -> (b, N)
@@ -331,3 +355,12 @@ class Clusters:
             result.index_add_(1, done.rows, part[:, done.labels] * (share / size[done.labels].clamp_min(1e-300)))
             start += done.num_groups
         return result
+
+
+def _products(coefficients: Tensor, images: Tensor) -> Tensor:  # (actions, groups), (groups, P) -> (actions, P)
+    """Summed in float64, some weights at a time."""
+    combined = images.new_empty(len(coefficients), images.shape[1])
+    step = rows_at_once(len(images))
+    for part, found in zip(images.split(step, 1), combined.split(step, 1), strict=True):
+        found.copy_(coefficients @ part.double())
+    return combined

@@ -19,9 +19,10 @@ from ntk_iterncgp.network.passes import epochs_of
 from ntk_iterncgp.network.plan import Plan, image_bytes, number_bytes
 from ntk_iterncgp.network.timing import fit_seconds, prediction_seconds
 from ntk_iterncgp.priors.jacobian import JVP_COLUMNS, Jacobian, NetworkJacobian
+from ntk_iterncgp.weight_posterior import SLICE_BYTES
 
 KEEP_BYTES = 2**30
-WORKSPACE_BYTES = 64 * 2**20  # what PyTorch takes beside the arrays counted here
+WORKSPACE_BYTES = 64 * 2**20 + 3 * SLICE_BYTES  # what PyTorch takes beside the arrays counted here
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def check_memory_to_refine(
     most = fitted.num_data * fitted.num_outputs
     epochs = min(1.0 if budget.epochs is None else budget.epochs, float(most))
     if settings.policy is None:
-        more = min(most, cost.num_actions * math.ceil(epochs / epochs_of(1, settings.cotangents, 1)))
+        more = min(most, cost.num_actions * math.ceil(epochs / epochs_of(1, settings.cotangents or 1, 1)))
         needed = per_action * (fitted.posterior.rank + 2 * more)
     else:
         more = min(most, max(1, round(epochs / PRODUCT_EPOCHS)))

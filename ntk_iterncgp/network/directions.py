@@ -2,16 +2,22 @@
 
 The likelihood has an order of its own, the most informative first, orthogonal in W; after these they are random. In
 the first pass a datum has as many as its curvature is worth, up to `DIRECTIONS_EACH`, and a decided one has none.
+
+In regression all outputs of all data are equally curved, so there is no choice by size: each datum is differentiated in
+every output, or, where these are more than a pass takes, in some of them in turn. With one output for each datum the
+variance would be as many times the exact one as there are outputs, since each output would see that share of the data.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from ntk_iterncgp.likelihoods import Likelihood
 from ntk_iterncgp.priors.ntk import curvature_traces
 
+OUTPUTS_EACH = 8  # of a regression, for each datum of one pass: from one forward pass, 2/3 of an epoch for each
 DIRECTIONS_EACH = 4  # at most, of one datum in the first pass: all nine of digits get 0.2 percentage points more
 LOOKS, LOOKS_PER_ACTION = 0.6, 2
 """Where data have several directions, the first pass takes so many for each datum, on average; more, up to one, where
@@ -24,13 +30,25 @@ percentage points (digits, four networks, 20 and 100 actions). They are 25 % of 
 epochs, 61 % after two more, 71 % of CIFAR-10 for a ResNet-20."""
 
 
+def cotangents_each(likelihood: Likelihood, asked: int | None, max_epochs: float | None = None) -> int:
+    """How many directions of each datum one pass takes: as many as asked for; or one, and of a regression each output,
+    as far as the epochs go, of which q directions take (1 + 2q)/3."""
+    if asked is not None or not likelihood.is_quadratic:
+        return asked or 1
+    most = min(likelihood.num_outputs, OUTPUTS_EACH)
+    return most if max_epochs is None else max(1, min(most, int((3 * max_epochs + 1e-9 - 1) / 2)))
+
+
 def next_directions(
     likelihood: Likelihood, outputs: Tensor, first: int, number: int, generator: torch.Generator
 ) -> Tensor:  # (q, N, C)
     """Of all data, from the `first` on: the likelihood's own, in order, and random ones when these are used up."""
-    chosen = []
+    chosen, in_turn = [], likelihood.is_quadratic and number < likelihood.num_outputs
     for index in range(first, first + number):
-        if index < likelihood.curvature_rank:
+        if index < likelihood.curvature_rank and in_turn:
+            drawn = torch.randperm(len(outputs), generator=torch.Generator().manual_seed(0)).to(outputs.device)
+            chosen.append(one_hot((drawn + index) % likelihood.num_outputs, likelihood.num_outputs).to(outputs))
+        elif index < likelihood.curvature_rank:
             chosen.append(likelihood.cotangent(outputs, index))
         else:
             drawn = torch.randn(outputs.shape, generator=generator, dtype=torch.float64)
@@ -57,7 +75,7 @@ def worth_looking(
     """Data and directions of the first pass. A datum is there as often as it has directions that are worth it, compared
     with those of others; where several come from one forward pass, each datum that is not decided has these."""
     num_data = len(outputs)
-    if number > 1:
+    if number > 1 or likelihood.is_quadratic:
         traces = curvature_traces(
             lambda some, block: likelihood.curvature(outputs[some], block), num_data, outputs.shape[1], outputs.device
         )

@@ -26,15 +26,16 @@ ITERATIONS = 5  # ten get nothing more
 SAMPLE, SAMPLE_PER_GROUP = 2**13, 16  # data that the centres are found on: 64 for each of 500 gave as good ones
 MAX_FEATURES = 128  # longer features are projected at random, which keeps their distances
 DISTANCE_ENTRIES = 2**22  # of the matrix of distances between data and centres, at once
-GROUPS_PER_ACTION, MANY_GROUPS, MANY_BYTES = 8, 384, 2**29
+GROUPS_PER_ACTION, MANY_GROUPS, MANY_ACTIONS, MANY_BYTES = 8, 384, 1536, 2**29
 """More of them fill no batches, and no memory is asked for. With 20 actions on digits four times as many groups get
 60.6 %, eight times 61.4, nineteen times 61.7 % (tanh 64-32-10), and 56.4, 57.7 and 58.5 % (tanh 64-64-32-10)."""
 
 
-def groups_for(num_actions: int, num_data: int, bytes_each: int) -> int:
-    """How many groups the first pass makes for so many actions."""
-    many = min(GROUPS_PER_ACTION * num_actions, MANY_GROUPS, MANY_BYTES // max(1, bytes_each))
-    return min(max(num_actions, many), num_data)
+def groups_for(num_actions: int, num_data: int, bytes_each: int, cotangents: int = 1) -> int:
+    """How many groups the first pass makes for so many actions, each of which gives `cotangents` of them."""
+    many = min(GROUPS_PER_ACTION * num_actions // cotangents, MANY_GROUPS, MANY_ACTIONS // cotangents)
+    many = min(many, MANY_BYTES // max(1, cotangents * bytes_each))
+    return min(max(-(-num_actions // cotangents), many), num_data)
 
 
 def group(

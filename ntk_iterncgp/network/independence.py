@@ -10,6 +10,7 @@ from torch import Tensor
 
 PIVOT_BLOCK = 128  # columns that are looked at one by one; all others are dealt with by products of matrices
 DEFINITE = 1e-12  # the least eigenvalue, beside ones on the diagonal: pivots alone do not tell how small it is
+TIE = 1e-4  # what an output is given before the next one
 DEPENDENT = 1e-6  # an action of which less than this share is new, in the metric of W⁺, is dropped
 
 
@@ -73,12 +74,21 @@ def _kept(scaled: Tensor, least: float) -> Tensor:  # (B, B) -> (B',)
     return kept
 
 
-def best_combinations(noise: Tensor, gram: Tensor, number: int) -> Tensor | None:  # R, AᵀA (B, B) -> (B, number)
+def best_combinations(
+    noise: Tensor, gram: Tensor, number: int, num_outputs: int = 1
+) -> Tensor | None:  # R, AᵀA (B, B) -> (B, number)
     """Those with unit noise that contract the variance of the weights most: for one prior precision of all weights the
-    same ones, whatever it is. None where there are no more than `number` independent actions."""
+    same ones, whatever it is. None where there are no more than `number` independent actions.
+
+    Of several outputs, whose actions follow one another, ties go to the first: outputs of the same features have the
+    same eigenvalues, and rounding would decide how they mix and who is left out.
+    """
     there = independent_columns(noise)
     if len(there) <= number:
         return None
+    output = torch.arange(num_outputs, dtype=noise.dtype, device=noise.device)
+    preference = (1 - TIE * output).repeat_interleave(len(gram) // num_outputs)
+    gram = preference[:, None] * gram * preference
     lower = torch.linalg.cholesky(noise[there][:, there])
     half = torch.linalg.solve_triangular(lower, gram[there][:, there], upper=False)
     whitened = torch.linalg.solve_triangular(lower, half.T, upper=False)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from ntk_iterncgp.checkpoint import UNSAVED, Call
 from ntk_iterncgp.network.linearised import (
@@ -38,6 +39,8 @@ from ntk_iterncgp.solver.state import State
 from ntk_iterncgp.weight_check import check_posterior
 from ntk_iterncgp.weight_posterior import WeightPosterior
 
+ROUNDINGS = 4  # of a sum over all data, in units of eps: a slice of rows at a time, each by pairs
+
 
 def fit_by_products(
     network: LinearisedNetwork, settings: NetworkSettings, *, progress_bar: bool, call: Call = UNSAVED
@@ -63,7 +66,7 @@ def fit_by_products(
         anchor = Anchor(
             (outputs.double() - prior.mean).flatten(), float(prior_precision.double() @ network.shift.double() ** 2)
         )
-    problem = Problem(prior, likelihood, targets, anchor)
+    problem = Problem(prior, likelihood, targets, anchor, whitened=network.classification and not refined)
     capacity = min(settings.stopping.max_products, problem.curvature_rank)
     start = initial_state(problem, seed=settings.seed, capacity=capacity)
     return _finish(start, lambda state: _run(state, settings), network, settings, progress_bar, [], call)
@@ -209,14 +212,11 @@ def _weight_posterior(state: State, network: LinearisedNetwork, refined: bool) -
     prior, images = state.problem.prior, state.buffer.images
     assert isinstance(prior, NTKPrior) and isinstance(images, NetworkImages)
     capacity = len(images.weights.storage)
-    matrix = state.gram + state.noise_gram
-    matrix.diagonal().add_(state.rounding)
-    right_hand_side = matrix @ state.iterate.coefficients
     diagonal = prior.curvature_diagonal(state.problem.curvature_product(state.latent))
-    return WeightPosterior(
+    posterior = WeightPosterior(
         images=images.weights.matrix.clone() if images.size < capacity else images.weights.matrix,
-        noise_gram=state.noise_gram / noise_scale,
-        right_hand_side=right_hand_side if refined else torch.zeros_like(right_hand_side),
+        noise_gram=(_with_rounding(state.noise_gram) if refined else state.noise_gram) / noise_scale,
+        right_hand_side=torch.zeros_like(state.iterate.coefficients),
         anchor_share=state.iterate.anchor_share,
         prior_mean=network.prior_mean.detach().reshape(-1).clone(),
         curvature_diagonal=diagonal * noise_scale,
@@ -224,3 +224,25 @@ def _weight_posterior(state: State, network: LinearisedNetwork, refined: bool) -
         layer_sizes=network.layer_sizes,
         trace_is_exact=prior.trace_is_exact,
     )
+    if not refined:
+        return posterior
+    return replace(posterior, right_hand_side=_right_hand_side(posterior, state, network))
+
+
+def _with_rounding(noise_gram: Tensor) -> Tensor:  # (B, B)
+    """SᵀW⁺S with what its sums may have lost to rounding, which is eps √(R_bb R_cc) in each entry.
+
+    Actions of an earlier Newton step are nearly dependent where data have been decided since: there R is no more than
+    rounding, need not be positive definite, and would pass for information.
+    """
+    rounding = ROUNDINGS * len(noise_gram) * torch.finfo(torch.float64).eps
+    return noise_gram + (rounding * noise_gram.diagonal()).diag()
+
+
+def _right_hand_side(posterior: WeightPosterior, state: State, network: LinearisedNetwork) -> Tensor:  # (B,)
+    """M w, with the very M by which predictions will divide, so that their mean is Newton's point."""
+    factor = posterior.factor(network.prior_precision, network.noise_scale)
+    w = state.iterate.coefficients / factor.scale
+    product = factor.lower @ (factor.lower.T @ w) / factor.scale
+    # The solver has tempered the prior instead of the likelihood: its M is smaller by T.
+    return product / network.noise_scale.double() if network.classification else product

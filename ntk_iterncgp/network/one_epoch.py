@@ -195,8 +195,9 @@ class Spending:
             if not is_finished:
                 return Status.BUDGET
             known, turn.rank = turn.rank, clusters.rank
+            added_nothing = turn.rank == known and not turn.was_cut_short and clusters.last_is_random
             # Sums on a GPU may differ in the last bit from one process to the next, and what is independent with them.
-            if parallel.any_of(turn.rank == clusters.max_rank or (turn.rank == known and not turn.was_cut_short)):
+            if parallel.any_of(turn.rank == clusters.max_rank or added_nothing):
                 return Status.EXHAUSTED
         return Status.BUDGET
 
@@ -209,11 +210,14 @@ class Spending:
             clusters.passes[-1] = replace(last, **copies)
         else:
             like = torch.empty(0, dtype=network.jacobian.dtype, device=network.jacobian.device)
-            number = self.settings.cotangents
             left = None if self.turn.max_epochs is None else self.turn.max_epochs - self.progress.epochs
             left = left if self.budget.seconds is None else 0.0  # nobody knows how many that will be
             target = clusters.new_pass(
-                number, self.settings.num_actions, like, network.jacobian.num_params, max_epochs=left
+                self.settings.cotangents,
+                self.settings.num_actions,
+                like,
+                network.jacobian.num_params,
+                max_epochs=left,
             )
             clusters.passes.append(target)
         self.turn.missing = int((~clusters.passes[-1].swept).sum())

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ntk_iterncgp.data import Inputs
-from ntk_iterncgp.network.directions import has_choice, worth_looking
+from ntk_iterncgp.network.directions import cotangents_each, has_choice, worth_looking
 from ntk_iterncgp.network.grouping import groups_for
 from ntk_iterncgp.network.linearised import PRODUCT_EPOCHS, LinearisedNetwork, NetworkSettings
 from ntk_iterncgp.network.passes import epochs_of
@@ -39,15 +39,17 @@ class Plan:
         rows, num_outputs = outputs.shape
         num_data, in_groups = data.num_data(rows), settings.policy is None
         actions = groups = settings.num_actions
-        items = num_data
+        items, cotangents = num_data, 1
         if in_groups:
-            items = _looks(network, settings, outputs, num_data) * num_data // rows
-            groups = groups_for(actions, items, image_bytes(jacobian, settings.cotangents)) * settings.cotangents
-            actions = min(actions, items) * settings.cotangents
+            cotangents = cotangents_each(network.likelihood(outputs, 1.0), settings.cotangents)
+            actions *= settings.cotangents or 1
+            items = _looks(network, settings, outputs, num_data, cotangents) * num_data // rows
+            groups = groups_for(actions, items, image_bytes(jacobian, 1), cotangents) * cotangents
+            actions = min(actions, items * cotangents)
         if prepared:
             jacobian.prepare(x, rows)
         at_once = max(1, min(rows, settings.chunk_bytes // jacobian.bytes_per_row(num_outputs)))
-        return cls(x, rows, num_outputs, num_data, in_groups, settings.cotangents, actions, groups, items, at_once)
+        return cls(x, rows, num_outputs, num_data, in_groups, cotangents, actions, groups, items, at_once)
 
     @property
     def epochs(self) -> float:
@@ -57,14 +59,16 @@ class Plan:
         return 1 / 3 + PRODUCT_EPOCHS * self.actions
 
 
-def _looks(network: LinearisedNetwork, settings: NetworkSettings, outputs: Tensor, num_data: int) -> int:
+def _looks(
+    network: LinearisedNetwork, settings: NetworkSettings, outputs: Tensor, num_data: int, cotangents: int
+) -> int:
     """How often data of the first batch are looked at, if it is a sample of all."""
     likelihood = network.likelihood(outputs, 1.0).for_prior_variance(1e20)
-    has_a_choice = has_choice(likelihood, settings.cotangents, settings.num_actions, num_data)
+    has_a_choice = has_choice(likelihood, cotangents, settings.num_actions, num_data)
     if not has_a_choice or not bool(torch.isfinite(outputs).all()):
         return len(outputs)
     share = settings.num_actions * len(outputs) // num_data
-    return len(worth_looking(likelihood, outputs.double(), settings.cotangents, share, torch.Generator())[0])
+    return len(worth_looking(likelihood, outputs.double(), cotangents, share, torch.Generator())[0])
 
 
 def image_bytes(jacobian: NetworkJacobian, actions: int) -> int:

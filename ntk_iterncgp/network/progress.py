@@ -58,7 +58,6 @@ def to_content(progress: Progress, turn: Turn, status: str | None, data: Tensor 
         "generator": clusters.generator.get_state(),
         "passes": [{f.name: getattr(done, f.name) for f in fields(Pass)} for done in clusters.passes],
         "noise_blocks": _listed(clusters.noise_blocks),
-        "gram_blocks": _listed(clusters.gram_blocks),
         "curvature_diagonal": progress.curvature_diagonal,
         "trace_is_exact": progress.trace_is_exact,
         "epochs": progress.epochs,
@@ -88,7 +87,6 @@ def from_content(saved: Mapping[str, Any], network: LinearisedNetwork) -> tuple[
             generator,
             [_pass(done, network, (N, C)) for done in saved["passes"]],
             _blocks(saved["noise_blocks"], device),
-            _blocks(saved["gram_blocks"], device),
         )
         P = network.jacobian.num_params
         progress = Progress(

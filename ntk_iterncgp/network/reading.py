@@ -7,7 +7,6 @@ import time
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from ntk_iterncgp.network.clusters import Clusters
 from ntk_iterncgp.network.linearised import LinearisedNetwork
@@ -29,7 +28,10 @@ class Meter:
             posterior = posterior.leading(last.num_kept)
         try:
             information = posterior.information_captured(self.network.prior_precision, self.network.noise_scale)
-        except torch.linalg.LinAlgError:  # of images that are no numbers; the self-check mends or refuses them
+        except (
+            torch.linalg.LinAlgError,
+            ArithmeticError,
+        ):  # of images that are no numbers; the self-check mends or refuses them
             information = math.nan
         progress.history.append(
             Record(
@@ -59,32 +61,36 @@ def weight_posterior(progress: Progress, network: LinearisedNetwork) -> WeightPo
         curvature_rank=clusters.max_rank,
         layer_sizes=network.layer_sizes,
         trace_is_exact=progress.trace_is_exact,
+        rounding_gram=clusters.rounding_gram(),
     )
     if posterior.rank > len(images):
-        return folded(posterior, network.prior_precision.detach(), network.noise_scale.detach())
+        return folded(posterior)
     if len(clusters.passes) == 1 and not clusters.passes[0].is_complete:
         return posterior  # most images may still be zero: not worth the products of all
     return posterior.knowing(clusters.image_gram())
 
 
-def folded(posterior: WeightPosterior, prior_precision: Tensor, noise_scale: Tensor) -> WeightPosterior:
-    """More actions than weights as just so many: for every prior the posterior knows A R⁻¹Aᵀ alone, a P×P matrix. Of
-    so many actions some are nearly dependent, so R has the noise that stands for rounding at the prior of the fit."""
-    num_params = len(posterior.images)
-    noise, _ = posterior.noise(posterior.gram(prior_precision), noise_scale)
-    lower = torch.linalg.cholesky(noise / noise_scale.double())
+def folded(posterior: WeightPosterior) -> WeightPosterior:
+    """More actions than weights as just so many: for every prior the posterior knows A R⁻¹Aᵀ alone, a P×P matrix.
+
+    With R = LLᵀ and the QR decomposition L⁻¹Aᵀ = QT it is TᵀT, which is that of the combinations L⁻ᵀQ of the actions.
+    """
+    lower = torch.linalg.cholesky(posterior.noise_gram)
     whitened = torch.linalg.solve_triangular(lower, posterior.images.T.double(), upper=False)  # (B, P)
-    triangle = torch.linalg.qr(whitened, mode="r").R  # TᵀT = A R⁻¹Aᵀ
-    return replace(
-        posterior,
-        images=triangle.T.to(posterior.images.dtype),
-        noise_gram=torch.eye(num_params, dtype=lower.dtype, device=lower.device),
-        right_hand_side=lower.new_zeros(num_params),
-    )
+    Q = torch.linalg.qr(whitened).Q
+    combinations = torch.linalg.solve_triangular(lower.T, Q, upper=True)
+    return replace(posterior.combined(combinations), num_actions=posterior.rank)
 
 
 def unfolded(posterior: WeightPosterior, clusters: Clusters) -> WeightPosterior:
     """The same with the actions of which it was made."""
     images, noise_gram = clusters.actions()
     right_hand_side = noise_gram.new_zeros(len(noise_gram))
-    return replace(posterior, images=images, noise_gram=noise_gram, right_hand_side=right_hand_side)
+    return replace(
+        posterior,
+        images=images,
+        noise_gram=noise_gram,
+        right_hand_side=right_hand_side,
+        rounding_gram=clusters.rounding_gram(),
+        num_actions=None,
+    )

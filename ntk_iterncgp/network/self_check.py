@@ -126,11 +126,12 @@ def _has_unit_noise(clusters: Clusters, done: Pass) -> bool:
 
 
 def _gram_is_right(clusters: Clusters) -> bool:
-    """Of the passes whose blocks are kept, all at once: two products with their images."""
-    images = [done.images for done in clusters.passes[: _num_known(clusters.gram_blocks)]]
+    """Of the passes whose blocks are cached, all at once: two products with their images."""
+    known = _num_known(clusters.gram_blocks)
+    images = clusters.action_images()[:known] if known else []
     z = _signs(images)
     lengths = [torch.linalg.vector_norm(block, dim=1).double() for block in images]
-    products = [block.T @ part.to(block.dtype) for block, part in zip(images, z, strict=True)]
+    products = [inner_products(block, part[:, None])[:, 0] for block, part in zip(images, z, strict=True)]
     for i, block in enumerate(images):
         total = torch.stack(products).sum(0)[:, None]
         off = inner_products(block.T, total)[:, 0] - _row_of_blocks(clusters.gram_blocks, i, z)

@@ -30,6 +30,10 @@ class Block(ABC):
         """The rows, written out."""
 
     @abstractmethod
+    def in_dtype(self, dtype: torch.dtype) -> Block:
+        """The same rows in another dtype."""
+
+    @abstractmethod
     def formed(self, space: Tensor) -> Block:
         """Itself, ready for several products that are better done with the rows written out: in `space`, a vector of
         at least `size` numbers that the next block may overwrite."""
@@ -78,6 +82,9 @@ class WrittenOut(Block):
     def num_held(self) -> int:
         return self._matrix.numel()
 
+    def in_dtype(self, dtype: torch.dtype) -> Block:
+        return WrittenOut(self._matrix.to(dtype))
+
     def formed(self, space: Tensor) -> Block:
         return self
 
@@ -111,6 +118,9 @@ class Outer(Block):
     @property
     def num_needed(self) -> int:
         return 2 * self.cotangents.numel() * self.inputs.shape[1]  # where each weight has a prior of its own
+
+    def in_dtype(self, dtype: torch.dtype) -> Block:
+        return Outer(self.cotangents.to(dtype), self.inputs.to(dtype))
 
     def formed(self, space: Tensor) -> Block:
         return self
@@ -155,6 +165,9 @@ class Contraction(Block):
     def num_needed(self) -> int:
         b, _, _, T = self.cotangents.shape
         return 2 * self.size + b * self.num_inputs * T  # the rows, these by the prior's deviations, and u
+
+    def in_dtype(self, dtype: torch.dtype) -> Block:
+        return Contraction(self.cotangents.to(dtype), lambda: self.inputs().to(dtype), self.num_inputs)
 
     def formed(self, space: Tensor) -> Block:
         b, C, channels, _ = self.cotangents.shape

@@ -9,7 +9,8 @@ Two kinds share this contract (`NetworkJacobian`): that of any model, and that o
 
 The weights are those named in `params`; frozen ones and buffers stay as they are in the model, and are not touched. The
 parameters are handed to the model functionally, so its own `.grad` and `requires_grad` never change. Flat vectors of
-weights are in the order of `params`.
+weights are in the order of `params`. Derivatives may be taken in another dtype than the model's: then all weights,
+buffers and inputs are handed to it in that dtype.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ once take 0.5 epochs each instead of 1.25, on a CIFAR ResNet-20 2.0 instead of 1
 PROOF_ROWS = 2
 """At how many data rows by layers are compared with reverse mode: whether they are right is a matter of the model. That
 weights are used again for some data only is a matter of the batch, and seen in each by `layer_rows`."""
+
+SMALL_NETWORK, FEW_DATA = 2**14, 2**12  # weights and data, up to which derivatives are taken in float64
 
 _told: WeakSet[nn.Module] = WeakSet()  # which models are known not to be vectorised: once is enough
 
@@ -79,21 +82,29 @@ class NetworkJacobian(ABC):
 
 
 class Jacobian(NetworkJacobian):
-    """J of `model` at its current weights, for the parameters in `params`."""
+    """J of `model` at its current weights, for the parameters in `params`; in `dtype`, or in that of the model."""
 
-    def __init__(self, model: nn.Module, params: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Mapping[str, Tensor] | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self.model = model
         chosen = params if params is not None else {n: p for n, p in model.named_parameters() if p.requires_grad}
         if not chosen:
             raise ValueError("Expected at least one parameter that requires a gradient, but all are frozen.")
-        self.params = {name: value.detach() for name, value in chosen.items()}
+        self._weights = {name: value.detach() for name, value in chosen.items()}  # as they are in the model
+        first = next(iter(self._weights.values()))
+        self.dtype, self.device = dtype or first.dtype, first.device
+        self.params = {name: value.to(self.dtype) for name, value in self._weights.items()}
+        self._constants = _in_dtype(model, self.dtype) if self.dtype != first.dtype else {}
         self._aliases = aliases_of(model, chosen)
         self._padding = padding_rows(model, chosen)
         self.sizes = [value.numel() for value in self.params.values()]
         self.num_params = sum(self.sizes)
-        first = next(iter(self.params.values()))
-        self.dtype, self.device = first.dtype, first.device
-        self.params_bytes = first.element_size()
+        self.params_bytes = torch.empty(0, dtype=self.dtype).element_size()
         self._vmaps = True
         self._places = layers_of(model, self.params)
         self._numbers_per_output: int | None = None  # of rows by layers, for one input
@@ -105,6 +116,8 @@ class Jacobian(NetworkJacobian):
         """The model's outputs as (b, C); a regression model may return (b,)."""
         values = self.params if params is None else params
         named = {alias: values[name] for name, aliases in self._aliases.items() for alias in aliases}
+        if self._constants:
+            named, x = self._constants | named, _floats_to(x, self.dtype)
         with exclusively(self.model):
             return as_outputs(functional_call(self.model, named, (x,), tie_weights=False))
 
@@ -255,7 +268,9 @@ class Jacobian(NetworkJacobian):
         def pull_back(datum: Inputs, columns: Tensor) -> Tensor:  # (C, k) -> (k, P)
             pull = vjp(lambda params: self.forward(whole(datum), params)[0], self.params)[1]
             pulled = vmap(pull, in_dims=1)(columns)[0]
-            return torch.cat([pulled[name].flatten(1) for name in self.params], 1)
+            # by its size, since a parameter of no dimension has none to flatten
+            parts = zip(self.params, self.sizes, strict=True)
+            return torch.cat([pulled[name].reshape(columns.shape[1], size) for name, size in parts], 1)
 
         return vmap(pull_back, in_dims=(0, 0 if cotangents.ndim == 3 else None))(x, cotangents)
 
@@ -284,8 +299,8 @@ class Jacobian(NetworkJacobian):
         current = {name: value for name, value in model.named_parameters() if value.requires_grad}
         return (
             self.model is model
-            and list(current) == list(self.params)
-            and all(current[name].is_set_to(value) for name, value in self.params.items())
+            and list(current) == list(self._weights)
+            and all(current[name].is_set_to(value) for name, value in self._weights.items())
         )
 
     def _leaves(self) -> dict[str, Tensor]:
@@ -307,6 +322,13 @@ class Jacobian(NetworkJacobian):
         return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in pairs])
 
 
+def derivative_dtype(num_params: int, own: torch.dtype, num_data: int | None, *, is_regression: bool) -> torch.dtype:
+    """Float64 where it costs next to nothing: small networks that regress, or that see few data. With little noise, or
+    a weak prior, a posterior variance is a small difference of large numbers."""
+    is_small = num_params <= SMALL_NETWORK and (is_regression or (num_data is not None and num_data <= FEW_DATA))
+    return torch.float64 if is_small and own == torch.float32 else own
+
+
 def as_outputs(outputs: object) -> Tensor:  # (b, C)
     """What a model returned as (b, C); Hugging Face models return an object with `logits`."""
     outputs = getattr(outputs, "logits", outputs)
@@ -314,6 +336,19 @@ def as_outputs(outputs: object) -> Tensor:  # (b, C)
         found = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
         raise ValueError(f"The model is expected to return a tensor of shape (b, C) or (b,), but returned {found}.")
     return outputs if outputs.ndim == 2 else outputs[:, None]
+
+
+def _in_dtype(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """All parameters and buffers of floating point, in another dtype, by each of their names."""
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: value.detach().to(dtype) for name, value in named if value.is_floating_point()}
+
+
+def _floats_to(x: Inputs, dtype: torch.dtype) -> Inputs:
+    if isinstance(x, Mapping):
+        kind: Callable[..., Inputs] = type(x)
+        return kind({key: _floats_to(value, dtype) for key, value in x.items()})
+    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 def _tell_once(model: nn.Module, error: RuntimeError) -> None:

@@ -8,6 +8,7 @@ matrix of C·D columns per row, let alone (C·D)², is formed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 
 import torch
 from torch import Tensor, nn
@@ -18,28 +19,27 @@ from ntk_iterncgp.priors.rows import Rows
 
 
 class LastLayerJacobian(NetworkJacobian):
-    """J of `layer`, where a batch of inputs is a batch of its features (b, D)."""
+    """J of `layer`, where a batch of inputs is a batch of its features (b, D); in `dtype`, or in that of the layer."""
 
-    def __init__(self, layer: nn.Linear) -> None:
+    def __init__(self, layer: nn.Linear, *, dtype: torch.dtype | None = None) -> None:
         self.layer, self.has_bias = layer, layer.bias is not None
         self.num_outputs, self.num_features = layer.weight.shape
         self.num_params = layer.weight.numel() + (self.num_outputs if self.has_bias else 0)
-        self.dtype, self.device = layer.weight.dtype, layer.weight.device
+        self.dtype, self.device = dtype or layer.weight.dtype, layer.weight.device
 
     def forward(self, x: Inputs) -> Tensor:
-        return nn.functional.linear(
-            x, self.layer.weight.detach(), None if not self.has_bias else self.layer.bias.detach()
-        )
+        bias = self.layer.bias.detach().to(self.dtype) if self.has_bias else None
+        return nn.functional.linear(x.to(self.dtype), self.layer.weight.detach().to(self.dtype), bias)
 
     def vjp(self, x: Inputs, cotangents: Tensor) -> Tensor:
-        return self.flat(torch.einsum("bd,bck->cdk", self.extended(x), cotangents.to(x.dtype)))
+        return self.flat(torch.einsum("bd,bck->cdk", self.extended(x), cotangents.to(self.dtype)))
 
     def vjp_each(self, x: Inputs, cotangents: Tensor) -> Tensor:
-        each = torch.einsum("bd,bck->cdbk", self.extended(x), cotangents.to(x.dtype)).flatten(2)
+        each = torch.einsum("bd,bck->cdbk", self.extended(x), cotangents.to(self.dtype)).flatten(2)
         return self.flat(each).T.unflatten(0, (len(x), cotangents.shape[2]))
 
     def jvp(self, x: Inputs, tangents: Tensor) -> Tensor:
-        return torch.einsum("bd,cdk->bck", self.extended(x), self.matrix(tangents.to(x.dtype)))
+        return torch.einsum("bd,cdk->bck", self.extended(x), self.matrix(tangents.to(self.dtype)))
 
     def rows(self, x: Inputs, num_rows: int, contrasts: Tensor | None = None) -> Rows:
         return LastLayerRows(self, x, contrasts)
@@ -51,6 +51,7 @@ class LastLayerJacobian(NetworkJacobian):
         return 8 * (2 * num_outputs**2 + 2 * self.num_features)
 
     def extended(self, features: Tensor) -> Tensor:  # (b, D) -> (b, D′)
+        features = features.to(self.dtype)
         return torch.cat([features, torch.ones_like(features[:, :1])], 1) if self.has_bias else features
 
     def matrix(self, weights: Tensor) -> Tensor:  # (P, k) -> (C, D′, k)
@@ -71,6 +72,17 @@ class LastLayerRows(Rows):
         self.outputs = jacobian.forward(features)
         self._jacobian, self._features = jacobian, jacobian.extended(features)
         self._contrasts = None if contrasts is None else contrasts.to(features.device).double()  # H (C, r)
+
+    def written_out(self) -> Tensor:
+        outputs = torch.eye(self._jacobian.num_outputs, dtype=torch.float64, device=self._features.device)
+        outputs = outputs if self._contrasts is None else self._contrasts  # (C, r)
+        each = torch.einsum("bd,cr->cdbr", self._features.double(), outputs).flatten(2)  # (C, D′, b·r)
+        return self._jacobian.flat(each).T.unflatten(0, (len(self._features), -1))
+
+    def in_dtype(self, dtype: torch.dtype) -> Rows:
+        same = copy(self)
+        same._features = self._features.to(dtype)
+        return same
 
     def times(self, weights: Tensor) -> Tensor:
         matrix = self._jacobian.matrix(weights.to(self._features.dtype))

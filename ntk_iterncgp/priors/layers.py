@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import functional as F
 
 from ntk_iterncgp.priors.blocks import Block, Contraction, Outer, WrittenOut, patches
-from ntk_iterncgp.priors.rows import DenseRows, Rows, written_out
+from ntk_iterncgp.priors.rows import DenseRows, Rows, curvature_blocks
 
 APPLIED = (nn.Linear, nn.Conv2d)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -37,6 +37,15 @@ class LayerRows(Rows):
     def __init__(self, outputs: Tensor, num_rows: int, blocks: list[Block], sizes: list[int]) -> None:
         self.outputs, self.blocks, self.sizes = outputs, blocks, sizes
         self.shape = len(outputs), num_rows  # (b, r): of J r is C
+
+    def written_out(self) -> Tensor:
+        return self.jacobian
+
+    def in_dtype(self, dtype: torch.dtype) -> LayerRows:
+        if dtype == self.outputs.dtype:
+            return self
+        blocks = [block.in_dtype(dtype) for block in self.blocks]
+        return LayerRows(self.outputs.to(dtype), self.shape[1], blocks, self.sizes)
 
     @cached_property
     def jacobian(self) -> Tensor:  # (b, C, P)
@@ -53,6 +62,8 @@ class LayerRows(Rows):
         return self.products(torch.empty(sum(self.sizes), 0).to(self.outputs), variance, joint=joint)[1]
 
     def products(self, weights: Tensor, variance: Tensor, *, joint: bool = False) -> tuple[Tensor, Tensor]:
+        if weights.dtype != self.outputs.dtype:
+            return self.in_dtype(weights.dtype).products(weights, variance, joint=joint)
         b, r = self.shape
         cross = self.outputs.new_zeros(b, r, weights.shape[1])
         covariance = self.outputs.new_zeros((b * r, b * r) if joint else (b, r, r))
@@ -71,11 +82,12 @@ class LayerRows(Rows):
         elif list(sizes) != self.sizes:
             yield from super().by_layer(weights, sizes)
         else:
-            for formed, part in zip(self._formed(), self._split(weights), strict=True):
+            rows = self.in_dtype(weights.dtype)
+            for formed, part in zip(rows._formed(), rows._split(weights), strict=True):
                 yield formed.times(part).double(), formed.gram().double()
 
     def curvature_diagonal(self, curvature: Callable[[Tensor], Tensor]) -> Tensor:
-        weight = written_out(curvature, self.outputs.shape, self.outputs)
+        weight = curvature_blocks(curvature, self.outputs.shape, self.outputs)
         return torch.cat([block.curvature_diagonal(weight) for block in self.blocks]).double()
 
     def agrees_with(self, pull_back: Callable[[Tensor], Tensor]) -> bool:
@@ -83,6 +95,8 @@ class LayerRows(Rows):
         cotangent = torch.randn(self.shape, generator=torch.Generator().manual_seed(0)).to(self.outputs)
         expected = pull_back(cotangent)
         found = torch.cat([block.pull_back(cotangent) for block in self.blocks])
+        if found.shape != expected.shape:  # one number as the bias of all outputs
+            return False
         tolerance = torch.finfo(found.dtype).eps ** 0.5
         return bool((found - expected).norm() <= tolerance * expected.norm())
 
@@ -312,7 +326,8 @@ class Sums(Kept):
             standard = F.layer_norm(call.inputs, layer.normalized_shape, eps=layer.eps)
             self.standard, self.over = standard.reshape(b, -1, layer.weight.numel()), 1
         else:
-            standard = F.batch_norm(call.inputs, layer.running_mean, layer.running_var, eps=layer.eps)  # type: ignore[arg-type]
+            mean, variance = (getattr(layer, name).to(call.inputs) for name in ("running_mean", "running_var"))
+            standard = F.batch_norm(call.inputs, mean, variance, eps=layer.eps)  # type: ignore[arg-type]
             self.standard, self.over = standard.reshape(b, call.shape[1], -1), 2
         self.sums = standard.new_empty(2, b, num_outputs, self.standard.shape[3 - self.over])  # of g s, of g
         self.slots = self.sums.unbind(2)

@@ -17,6 +17,14 @@ class Rows(ABC):
     outputs: Tensor  # f(x; θ*) (b, C)
 
     @abstractmethod
+    def written_out(self) -> Tensor:  # (b, C, P)
+        """The rows themselves."""
+
+    @abstractmethod
+    def in_dtype(self, dtype: torch.dtype) -> Rows:
+        """The same rows in another dtype, for products that are summed in it."""
+
+    @abstractmethod
     def times(self, weights: Tensor) -> Tensor:  # (P, k) -> (b, C, k)
         """J(x) V, in float64."""
 
@@ -25,16 +33,18 @@ class Rows(ABC):
         """J(x) diag(variance) J(x)ᵀ in float64: (b, C, C), or (b·C, b·C) if joint."""
 
     def products(self, weights: Tensor, variance: Tensor, *, joint: bool = False) -> tuple[Tensor, Tensor]:
-        """`times` and `covariance` together: rows that are not kept are then computed once."""
-        return self.times(weights), self.covariance(variance, joint=joint)
+        """`times` and `covariance` together, in the dtype of the weights: rows that are not kept are computed once."""
+        rows = self.in_dtype(weights.dtype)
+        return rows.times(weights), rows.covariance(variance, joint=joint)
 
     def by_layer(self, weights: Tensor, sizes: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor]]:
-        """For each parameter tensor: J_l V_l (b, C, k) and J_l J_lᵀ (b, C, C). Here from all rows, with zeros."""
+        """For each parameter tensor: J_l V_l (b, C, k) and J_l J_lᵀ (b, C, C), in the dtype of the weights. Here from
+        all rows, with zeros."""
         start = 0
         for size in sizes:
             only = torch.zeros(len(weights), dtype=torch.float64, device=weights.device)
             only[start : start + size] = 1
-            yield self.times(only.to(weights.dtype)[:, None] * weights), self.covariance(only)
+            yield self.products(only.to(weights.dtype)[:, None] * weights, only)
             start += size
 
     @abstractmethod
@@ -48,6 +58,12 @@ class DenseRows(Rows):
     def __init__(self, outputs: Tensor, jacobian: Tensor) -> None:
         self.outputs, self.jacobian = outputs, jacobian
 
+    def written_out(self) -> Tensor:
+        return self.jacobian
+
+    def in_dtype(self, dtype: torch.dtype) -> DenseRows:
+        return DenseRows(self.outputs, self.jacobian.to(dtype))
+
     def times(self, weights: Tensor) -> Tensor:
         return (self.jacobian @ weights.to(self.jacobian.dtype)).double()
 
@@ -60,14 +76,14 @@ class DenseRows(Rows):
         return product * variance.double() if one else product
 
     def by_layer(self, weights: Tensor, sizes: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor]]:
-        for rows, part in zip(self.jacobian.split(sizes, 2), weights.split(sizes), strict=True):
-            yield (rows @ part.to(rows.dtype)).double(), (rows @ rows.mT).double()
+        for rows, part in zip(self.jacobian.to(weights.dtype).split(sizes, 2), weights.split(sizes), strict=True):
+            yield (rows @ part).double(), (rows @ rows.mT).double()
 
     def curvature_diagonal(self, curvature: Callable[[Tensor], Tensor]) -> Tensor:
-        return diagonal(self.jacobian, written_out(curvature, self.outputs.shape, self.jacobian)).double()
+        return diagonal(self.jacobian, curvature_blocks(curvature, self.outputs.shape, self.jacobian)).double()
 
 
-def written_out(curvature: Callable[[Tensor], Tensor], shape: torch.Size, like: Tensor) -> Tensor:  # (b, C, C)
+def curvature_blocks(curvature: Callable[[Tensor], Tensor], shape: torch.Size, like: Tensor) -> Tensor:  # (b, C, C)
     """W_n of each datum."""
     b, C = shape
     return curvature(torch.eye(C, dtype=torch.float64, device=like.device).expand(b, C, C)).to(like.dtype)

@@ -2,7 +2,7 @@
 
     unit                Π e_i, datum after datum                       a subset of the data
     residual            Π r                                            conjugate gradients on K + W⁺ (the paper's)
-    curvature_residual  W r = ∇ + W(g − K v) − v                       conjugate gradients on I + W^{½}KW^{½}
+    curvature_residual  W r = ∇ + W(g − K v) − v, later W K s          conjugate gradients on I + W^{½}KW^{½}
     random_subspace     W (Σ W)ᵖ ξ, Σ the current covariance           blocks that contract the variance
 
 What a policy returns need be neither orthogonal nor normalised, nor new: the solver sees to that and drops the rest.
@@ -20,13 +20,26 @@ from ntk_iterncgp.solver.state import State
 
 Policy = Callable[[State], Tensor]
 
+CONVERGED, CONVERGED_IN_FLOAT32 = 1e-6, 1e-5
+"""Below this relative residual the rounding of what it is computed from is no longer small beside it."""
+
 
 def residual(state: State) -> Tensor:  # (n, 1)
     return state.residual[:, None]
 
 
 def curvature_residual(state: State) -> Tensor:  # (n, 1)
-    return state.curvature_residual[:, None]
+    """W r; once the solution has converged, W K s of the latest action.
+
+    In exact arithmetic both add the same direction to the Krylov space. Of a residual that is nearly zero only rounding
+    is left, which differs from one order of summation to the next and contracts the variance less.
+    """
+    converged = CONVERGED if state.buffer.images.dtype == torch.float64 else CONVERGED_IN_FLOAT32
+    if state.buffer.size == 0 or not state.relative_residual <= converged:
+        return state.curvature_residual[:, None]
+    latest = torch.zeros(state.buffer.size, 1, dtype=torch.float64, device=state.latent.device)
+    latest[-1] = 1.0
+    return state.problem.curvature(state.latent, state.problem.prior.lift(state.buffer.images).combine(latest))
 
 
 class Unit:
@@ -41,7 +54,10 @@ class Unit:
         last = min(state.num_proposals + width, state.problem.curvature_rank)
         index = torch.arange(min(state.num_proposals, last), last, device=state.latent.device)
         block = torch.zeros(state.problem.num_rows, len(index), dtype=torch.float64, device=state.latent.device)
-        block[(index // rank) * outputs + index % rank, torch.arange(len(index), device=index.device)] = 1.0
+        output = index % rank
+        if state.problem.whitened and rank < outputs:  # all but the likeliest, of which the others leave nothing
+            output = output + (output >= state.latent[index // rank].argmax(1)).long()
+        block[(index // rank) * outputs + output, torch.arange(len(index), device=index.device)] = 1.0
         return block
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ntk_iterncgp.columns import Columns, Weight
 from ntk_iterncgp.likelihoods import Likelihood
+from ntk_iterncgp.likelihoods.base import ANY_VARIANCE
 from ntk_iterncgp.priors import Prior
 
 
@@ -27,15 +28,22 @@ class Anchor:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """f ~ GP(m, K), y ~ p(y | f)."""
+    """f ~ GP(m, K), y ~ p(y | f).
+
+    `whitened` is for a W that stays as it is, at a network's own outputs: actions are then orthonormal in the metric of
+    their noise, SᵀW⁺S = I. However small a probability is, its 1/π drowns nothing, so none is raised to a floor, and
+    SᵀW⁺S is right for any prior.
+    """
 
     prior: Prior
     likelihood: Likelihood
     targets: Tensor
     anchor: Anchor | None = None
+    whitened: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "likelihood", self.likelihood.for_prior_variance(self.prior.variance_scale()))
+        variance = ANY_VARIANCE if self.whitened else self.prior.variance_scale()
+        object.__setattr__(self, "likelihood", self.likelihood.for_prior_variance(variance))
 
     @property
     def num_rows(self) -> int:
@@ -65,6 +73,18 @@ class Problem:
 
     def project(self, vector: Tensor) -> Tensor:  # (n,) or (n, k)
         return self.likelihood.project(self._blocks(vector)).reshape(vector.shape)
+
+    def orthonormalise(self, block: Tensor, actions: Columns, noise: Tensor | None) -> Columns:  # (n, k), (N, C)
+        """What a block adds to the actions: in the range of W, orthonormal, new. With the diagonal of W⁺, in its metric
+        where the problem is whitened."""
+        if not self.whitened or noise is None:
+            return actions.orthonormalise(block, self.project)
+        mine = noise[self.prior.share.mine]
+
+        def project(block: Tensor) -> Tensor:  # rows of this process
+            return self.likelihood.project_in_noise(self._blocks(block), mine).reshape(block.shape)
+
+        return actions.orthonormalise(block, project, mine.reshape(-1, 1))
 
     def noise_inner(self, latent: Tensor, diagonal: Tensor | None, left: Columns, right: Columns) -> Tensor:  # (B, B')
         """SᵀW⁺S', where the likelihood gave a diagonal for W⁺ with that."""
