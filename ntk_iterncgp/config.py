@@ -25,6 +25,7 @@ KERNELS = ("RBF", "Matern12", "Matern32", "Matern52")
 TASKS = ("classification", "regression")
 PROTOCOLS = ("crossfit", "validation", "none")
 DEFAULT_EPOCHS = 50
+MOST_STEPS, PRECISIONS = 100, (1e-20, 1e20)  # of the grid of prior precisions
 BASELINES = ("map", "temperature", "prior", "last_layer", "kfac", "sod", "ella", "valla", "exact")
 
 
@@ -186,6 +187,16 @@ class RunConfig:
                 f"model.train_epochs must be set for '{model.name}' without a checkpoint; got null. Try "
                 f"{DEFAULT_EPOCHS} to train the network here, 0 to take its weights as the function returns them, or "
                 "set model.checkpoint."
+            )
+        tuning = self.tuning
+        if tuning.steps_per_decade > MOST_STEPS:
+            raise ConfigError(
+                f"tuning.steps_per_decade must be at most {MOST_STEPS}; got {shown(tuning.steps_per_decade)}. Try 4."
+            )
+        if tuning.precision_min < PRECISIONS[0] or tuning.precision_max > PRECISIONS[1]:
+            raise ConfigError(
+                f"tuning.precision_min and precision_max must lie from {PRECISIONS[0]:g} to {PRECISIONS[1]:g}; got "
+                f"{tuning.precision_min:g} and {tuning.precision_max:g}. Try the defaults: `fit` widens the grid."
             )
         if self.tuning.precision_min >= self.tuning.precision_max:
             raise ConfigError(

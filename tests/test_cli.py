@@ -61,6 +61,7 @@ def own(name: str) -> list[str]:
 
 
 MINE = """
+import warnings
 import torch
 
 def fails():
@@ -77,6 +78,11 @@ class Linear(torch.nn.Linear):
 class detaches(Linear):
     def forward(self, x):
         return super().forward(x.flatten(1)).detach()
+
+def empty():
+    with warnings.catch_warnings():  # torch's own
+        warnings.simplefilter("ignore")
+        return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 0), torch.nn.Linear(0, 10))
 
 class sums(Linear):
     def forward(self, x):
@@ -116,6 +122,8 @@ class sums(Linear):
             "The network has no layer 'head' (last_layer_name, under fit.options).",
         ),
         (fit("tuning.precision_max=0.0001"), "expects a number below tuning.precision_max, but got 0.001 and 0.0001."),
+        (fit("tuning.steps_per_decade=1000000"), "tuning.steps_per_decade must be at most 100; got 1000000. Try 4."),
+        (fit("tuning.precision_max=1e300"), "precision_max must lie from 1e-20 to 1e+20; got 0.001 and 1e+300."),
         (fit("evaluate.baselines=[kfca]"), "evaluate.baselines expects one of map, temperature, prior"),
         (fit("data.ood={a: 1}"), "data.ood expects a list of names, for instance [a, b], but got {'a': 1}."),
         (fit("fit.options=3"), "fit.options expects names with values, for instance {key: 1}, but got 3."),
@@ -159,6 +167,7 @@ class sums(Linear):
             "cannot be used with inputs of shape (1, 8, 8) (AssertionError: too small)",
         ),
         (own("mine_cli:detaches"), "shape (1, 8, 8) (RuntimeError: element 0 of tensors does not require"),
+        (own("mine_cli:empty"), "'mine_cli:empty' must have weights in every layer; got none in 1.weight, 1.bias"),
         (own("mine_cli:sums"), "two inputs are expected to have two rows of outputs, but have 1)."),
         (own("broken_cli:make"), "Cannot import the model 'broken_cli:make'; install it, or run where it"),
         (own("mine_cli:absent"), "Cannot find the model 'mine_cli:absent': 'mine_cli' has no 'absent'."),

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ from ntk_iterncgp.evaluation.compare import compare_network, precision_grid
 from ntk_iterncgp.evaluation.crossfit import crossfit, folds, nll_of
 from ntk_iterncgp.evaluation.families import Latent, Tempered
 from ntk_iterncgp.evaluation.links import class_probabilities, entropy, mutual_information
+from ntk_iterncgp.evaluation.report import verdict
 from ntk_iterncgp.evaluation.stopwatch import Stopwatch, reset_peak
+from ntk_iterncgp.evaluation.uncertainty import Difference
 from ntk_iterncgp.evaluation.valla import VariationalPosterior, fit_valla
 from ntk_iterncgp.memory import highest_bytes, peak_resident_bytes
 from ntk_iterncgp.priors.jacobian import Jacobian
@@ -290,3 +293,12 @@ def test_detection_by_the_margin_is_the_flavours_own_at_the_precision_of_the_evi
     assert margin is not None and margin == ood_metrics(*margins)
     assert found["prior"].ood["far"].by_margin != margin
     assert found["map"].ood["far"].by_margin is None
+
+
+def test_a_handful_of_test_inputs_settles_nothing() -> None:
+    clear = Difference(0.5, 0.4, 0.6)
+    few, many = (
+        SimpleNamespace(name="map", label="the network", losses=torch.zeros(n), difference=clear) for n in (19, 20)
+    )
+    assert verdict([few]) == ["19 test inputs are too few to tell ours from the network by NLL."]
+    assert verdict([many]) == ["Ours has a lower NLL than the network, beyond chance: difference [+0.4000, +0.6000]."]

@@ -145,7 +145,7 @@ def test_every_long_part_of_an_evaluation_reports_on_the_screen_and_in_the_log(
     shown = capsys.readouterr().out
     for line in (
         r"Training: \d+ of \d+ batches after \d+ s, about \d+ s to go",
-        r"Fitting: after \d+ s",
+        r"Fitting \(estimated: \d+ s\): after \d+ s",
         r"Held-out inputs: \d+ of 32 inputs",
         r"Fitting: exact linearised Laplace: \d+ of 128 data",
         r"Fitting: KFAC \(laplace-torch\): \d+ of 1 batches",

@@ -9,6 +9,7 @@ import torch
 
 from ntk_iterncgp import cli
 from ntk_iterncgp.config import load
+from ntk_iterncgp.evaluation.compare import precision_grid
 from ntk_iterncgp.runs.tune import LIMITS, TOLERANCE, Search
 
 PLAIN = load(None)
@@ -29,6 +30,9 @@ def test_the_grid_of_the_settings_is_continued_in_its_own_steps_up_to_the_limits
         step = float(ratios[0])
         assert LIMITS[0] / step < float(search.precisions[0]) <= LIMITS[0] * 1.001
         assert LIMITS[1] * 0.999 <= float(search.precisions[-1]) < LIMITS[1] * step
+    narrow = load(None, ["tuning.precision_min=1", "tuning.precision_max=1.01"])
+    assert precision_grid(narrow).tolist() == pytest.approx([1, 1.01])
+    assert Search.of(load(None, ["tuning.precision_min=1", "tuning.precision_max=1.3"])).last > 0
     wide = Search.of(load(None, ["tuning.precision_max=1e14"]))
     assert wide.last == len(wide.precisions) - 1
 

@@ -17,6 +17,8 @@ from torch.utils.data import Subset
 from ntk_iterncgp.config import ConfigError, DataConfig
 from ntk_iterncgp.datasets.base import Arrays, Data, Scaling, from_arrays, line
 
+MOST_CLASSES = 100_000  # a larger label is no number of a class
+
 
 def inputs_for(path: Path, scaling: Scaling, input_shape: tuple[int, ...]) -> Tensor:
     """New inputs from an .npz, .npy, .csv or image file, or a folder of images, scaled as in the fit."""
@@ -31,6 +33,8 @@ def inputs_for(path: Path, scaling: Scaling, input_shape: tuple[int, ...]) -> Te
         if not raw:
             raise ConfigError(f"The folder '{path}' is expected to hold images (.png, .jpg, .bmp), but holds none.")
         inputs = torch.stack(raw)
+    elif suffix not in (".csv", ".npz", ".npy"):
+        raise ConfigError(f"'{path}' must be an .npz with x, an .npy, a .csv or an image, by its name.")
     elif suffix == ".csv":
         inputs = _read_csv(path, last_is_label=None, num_inputs=math.prod(input_shape))[0]
     else:
@@ -78,9 +82,7 @@ def _read_arrays(name: str | None, setting: str, task: str) -> Arrays:
     path = Path(name)
     if not path.exists():
         raise ConfigError(f"There is no file '{path}'; {setting} expects an .npz with x and y, or a .csv.")
-    inputs, labels = (
-        _read_csv(path, last_is_label=True) if path.suffix == ".csv" else _read_numpy(path, need_labels=True)
-    )
+    inputs, labels = _read(path)
     assert labels is not None
     if len(labels) != len(inputs) or len(labels) < 2:
         raise ConfigError(
@@ -97,7 +99,21 @@ def _read_arrays(name: str | None, setting: str, task: str) -> Arrays:
             f"The labels in '{path}' are expected to be whole numbers from 0, but are not. For real targets set "
             "data.task=regression."
         )
+    if int(whole.max()) >= MOST_CLASSES:
+        raise ConfigError(
+            f"The labels in '{path}' must be the numbers of the classes, from 0 to {MOST_CLASSES - 1}; got "
+            f"{int(whole.max())}. Number the classes from 0 without gaps."
+        )
     return inputs, whole
+
+
+def _read(path: Path) -> tuple[Tensor, Tensor | None]:
+    """Inputs and labels, by the kind of the file."""
+    if path.suffix.lower() == ".csv":
+        return _read_csv(path, last_is_label=True)
+    if path.suffix.lower() not in (".npz", ".npy"):
+        raise ConfigError(f"'{path}' must be an .npz with x and y, or a .csv whose last column is y, by its name.")
+    return _read_numpy(path, need_labels=True)
 
 
 def _read_numpy(path: Path, *, need_labels: bool) -> tuple[Tensor, Tensor | None]:
@@ -109,19 +125,37 @@ def _read_numpy(path: Path, *, need_labels: bool) -> tuple[Tensor, Tensor | None
     if "x" not in arrays or (need_labels and "y" not in arrays):
         wanted = "x and y" if need_labels else "x"
         raise ConfigError(f"'{path}' is expected to hold the arrays {wanted}, but holds {', '.join(arrays) or 'none'}.")
-    x = torch.as_tensor(arrays["x"])
+    x = _numbers(path, "x", arrays["x"])
     x = x.float() / 255 if x.dtype == torch.uint8 else x.float()
-    x = x[:, None] if x.ndim == 3 else x  # one channel
-    return x, torch.as_tensor(arrays["y"]).reshape(-1) if "y" in arrays else None
+    x = x[:, None] if x.ndim in (1, 3) else x  # one column, or images of one channel
+    return x, _one_each(path, _numbers(path, "y", arrays["y"])) if need_labels else None
+
+
+def _numbers(path: Path, name: str, array: Any) -> Tensor:
+    if array.dtype.kind not in "buif" or array.ndim == 0:
+        what = "a single number" if array.ndim == 0 else f"the kind {array.dtype}"
+        raise ConfigError(f"The array {name} in '{path}' must hold real numbers, a row for each datum; got {what}.")
+    return torch.as_tensor(array)
+
+
+def _one_each(path: Path, y: Tensor) -> Tensor:  # (N,) or (N, 1) -> (N,)
+    if y.ndim > 1 and y[0].numel() != 1:
+        raise ConfigError(
+            f"The array y in '{path}' must hold one label or target for each x; got the shape {tuple(y.shape)}. Try "
+            "y.argmax(1) where it says 1 for the class and 0 elsewhere."
+        )
+    return y.reshape(-1)
 
 
 def _read_csv(path: Path, *, last_is_label: bool | None, num_inputs: int = 0) -> tuple[Tensor, Tensor | None]:
-    """Numbers with commas, with or without a line of headings. `None`: a label is there if there is a column for it."""
+    """Numbers with commas, quoted or not, with or without a line of headings. `None`: a label is there if there is a
+    column for it."""
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:  # spreadsheets mark their files as UTF-8
             first = file.readline()
         heading = any(c.isalpha() and c not in "eE" for c in first)
-        table = np.loadtxt(path, delimiter=",", skiprows=int(heading), ndmin=2, dtype=np.float64)
+        how: dict[str, Any] = {"delimiter": ",", "quotechar": '"', "encoding": "utf-8-sig", "ndmin": 2}
+        table = np.loadtxt(path, skiprows=int(heading), dtype=np.float64, **how)
     except (OSError, ValueError) as error:
         raise ConfigError(f"'{path}' is expected to hold numbers with commas between them ({line(error)}).") from error
     if table.size == 0:

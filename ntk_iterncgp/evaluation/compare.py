@@ -7,6 +7,7 @@ difference of its NLL to ours gets a bootstrap interval.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -91,9 +92,10 @@ class Comparison:
 
 
 def precision_grid(config: RunConfig) -> Tensor:
-    low, high = (torch.tensor(v).log10() for v in (config.tuning.precision_min, config.tuning.precision_max))
-    size = 1 + round(float(high - low) * config.tuning.steps_per_decade)
-    return torch.logspace(float(low), float(high), size, dtype=torch.float64)
+    """Of the settings; two at least, its ends."""
+    low, high = (math.log10(value) for value in (config.tuning.precision_min, config.tuning.precision_max))
+    size = 1 + max(1, round((high - low) * config.tuning.steps_per_decade))
+    return torch.logspace(low, high, size, dtype=torch.float64)
 
 
 def compare_network(

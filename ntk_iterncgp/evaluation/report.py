@@ -11,6 +11,7 @@ from ntk_iterncgp.evaluation.compare import Comparison, Result
 from ntk_iterncgp.evaluation.tables import Column, Table, number
 from ntk_iterncgp.evaluation.uncertainty import Difference
 
+FEWEST_SCORED = 20  # test inputs from which a bootstrap interval means anything
 SHORT = ("accuracy", "NLL", "± to ours", "ECE", "NLL probit", "tuned to")  # and the AUROC
 
 PROTOCOLS = {
@@ -124,6 +125,9 @@ def verdict(results: list[Any]) -> list[str]:
     sentences = []
     for result in results:
         if result.name not in ("map", "temperature", "prior") or result.difference is None:
+            continue
+        if len(result.losses) < FEWEST_SCORED:
+            sentences.append(f"{len(result.losses)} test inputs are too few to tell ours from {result.label} by NLL.")
             continue
         difference, place = result.difference, f"[{result.difference.lower:+.4f}, {result.difference.upper:+.4f}]"
         if difference.lower > 0:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from ntk_iterncgp import parallel
 from ntk_iterncgp.config import RunConfig, as_plain
 from ntk_iterncgp.files import as_json, load_posterior, save_posterior
-from ntk_iterncgp.reporting import reporting
+from ntk_iterncgp.reporting import duration, reporting
 from ntk_iterncgp.runs.flavour import check_keywords, make_flavour
 from ntk_iterncgp.runs.kernel import fit_gp
 from ntk_iterncgp.runs.predict import restore
@@ -76,10 +76,13 @@ def fit_network(setting: Setting, model: nn.Module) -> Any:
     loader = DataLoader(setting.data.train, config.data.batch_size)
     la = make_flavour(config, model)
     with own_sentences(), warnings.catch_warnings():
-        log(str(la.estimate_cost(loader)))
+        cost = la.estimate_cost(loader)
+        log(str(cost))
         log(f"Fitting: {type(la).__name__} from {len(setting.data.train):,} data")  # type: ignore[arg-type]
         warnings.filterwarnings("ignore", message=".*nterrupt")  # said by the exit code
-        with reporting("Fitting", log), setting.watch("fit", memory=True):
+        is_known = cost.fit_seconds is not None and config.fit.refine_epochs is None
+        what = f"Fitting (estimated: {duration(cost.fit_seconds)})" if is_known else "Fitting"
+        with reporting(what, log), setting.watch("fit", memory=True):
             la.fit(loader, progress_bar=True, checkpoint=setting.checkpoint)
             if config.fit.refine_epochs is not None and la.report_.status != "interrupted":
                 la.refine(loader, epochs=config.fit.refine_epochs, checkpoint=setting.checkpoint)

@@ -103,7 +103,19 @@ def prepare(config: RunConfig, command: str) -> Setting:
     others += "".join(f", {len(other):,} of {name}" for name, other in data.ood.items())  # type: ignore[arg-type]
     kind = "real targets" if data.task == "regression" else f"{data.num_outputs} classes"
     log(f"Data: {config.data.name}, {sizes}{others}, {kind}, inputs {data.input_shape}")
+    if config.data.name == "arrays" and data.task == "classification":
+        _warn_of_empty_classes(data, log)
     return Setting(config, command, folder, log, data, device, _checkpoint(config, folder, log), lock)
+
+
+def _warn_of_empty_classes(data: datasets.Data, log: Log) -> None:
+    """A class without training data is most often a label that was counted from 1."""
+    counts = labels_of(data.train).bincount(minlength=data.num_outputs)
+    empty = [data.class_names[c] for c in (counts == 0).nonzero()[:, 0].tolist()]
+    if empty:
+        some = ", ".join(empty[:5]) + (" …" if len(empty) > 5 else "")
+        number = f"{len(empty)} of {data.num_outputs} classes {'has' if len(empty) == 1 else 'have'}"
+        log(f"Warning: {number} no training data ({some}). Labels count from 0.")
 
 
 def _checkpoint(config: RunConfig, folder: Path, log: Log) -> Checkpoint | None:
@@ -260,6 +272,9 @@ def check_model(model: nn.Module, setting: Setting) -> None:
         weights = [p for p in model.parameters() if p.requires_grad]
         if weights:  # what a fit will ask for
             torch.autograd.grad(outputs.sum(), weights, allow_unused=True)
+    empty = [name for name, value in model.named_parameters() if value.numel() == 0]
+    if empty:
+        raise ConfigError(f"'{name}' must have weights in every layer; got none in {', '.join(empty[:3])}.")
     found, wanted = outputs.shape[1], setting.data.num_outputs
     of_arrays = setting.config.data.name == "arrays" and setting.data.task == "classification"
     if found < wanted or (found > wanted and not of_arrays):  # the highest classes may be missing from a sample
