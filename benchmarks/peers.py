@@ -86,7 +86,11 @@ def epoch_seconds(model: nn.Module, loader: DataLoader) -> float:
 
 def run(config: RunConfig) -> tuple[str, list[dict[str, Any]]]:
     """The sizes of the data sets, and a row for each method."""
-    setting = prepare(config, "evaluate")
+    with prepare(config, "evaluate") as setting:
+        return compared(config, setting)
+
+
+def compared(config: RunConfig, setting: Setting) -> tuple[str, list[dict[str, Any]]]:
     model = prepare_model(setting)
     loader = DataLoader(setting.data.train, config.data.batch_size)
     unit = min(epoch_seconds(model, loader), epoch_seconds(model, loader))

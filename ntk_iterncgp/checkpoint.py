@@ -17,6 +17,8 @@ together, a `with` block keeps all of them until it ends:
     with Checkpoint("runs/mine/checkpoint") as checkpoint:
         la.fit(train_loader, checkpoint=checkpoint)
         la.refine(train_loader, epochs=2, checkpoint=checkpoint)  # killed here: the next time the fit is not repeated
+
+While a call or a `with` block runs, its folder is locked: a second run that would resume the checkpoint is refused.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from torch import Tensor
 
 from ntk_iterncgp import parallel
 from ntk_iterncgp.files import FileError, read_tensors, temporary_prefix, with_tensors, without_tensors, write_tensors
+from ntk_iterncgp.locks import FolderLock
 
 FORMAT, VERSION = "ntk-iterncgp checkpoint", 2
 SAVING_SHARE = 0.1  # of the time, at most
@@ -54,6 +57,7 @@ class Checkpoint:
             raise ValueError(f"every_seconds expects a number of at least 0, but got {every_seconds!r}.")
         self.directory, self.every_seconds, self.say = Path(directory), float(every_seconds), say
         self._calls, self._together = 0, False
+        self._lock: FolderLock | None = None  # of a `with` block, from its first call on
 
     def __enter__(self) -> Checkpoint:
         self._calls, self._together = 0, True
@@ -61,6 +65,9 @@ class Checkpoint:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._together = False
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
         if kind is None:
             self.clear()
         self.remove_folder_if_empty()
@@ -73,6 +80,15 @@ class Checkpoint:
         for path in self.directory.glob("[0-9]*-*.[ab].safetensors"):
             path.unlink(missing_ok=True)
         self.remove_folder_if_empty()
+
+    def locked(self, name: str) -> FolderLock:
+        """The lock of the folder, for one call or for all of a `with` block."""
+        if self._lock is not None and self._lock.is_held:
+            return self._lock
+        lock = FolderLock(self.directory, name)
+        if self._together:
+            self._lock = lock
+        return lock
 
     def remove_folder_if_empty(self) -> None:
         if parallel.is_main() and self.directory.is_dir() and not any(self.directory.iterdir()):
@@ -100,6 +116,7 @@ class Call:
         self.has_ended = False
         self._sequence, self._last_save, self._save_seconds = 0, time.monotonic(), 0.0
         self._complained = False
+        self._lock: FolderLock | None = None  # the main process's
         if checkpoint is not None:
             self._open(checkpoint)
 
@@ -153,14 +170,14 @@ class Call:
         if self.checkpoint is None:
             return
         is_kept = self.checkpoint.has_ended()
-        if self.has_ended:
-            return
-        if is_kept:
+        if not self.has_ended and is_kept:
             self.save(content(), has_ended=True)
-            return
-        for slot in (0, 1) if parallel.is_main() else ():
-            self._path(slot).unlink(missing_ok=True)
-        self.checkpoint.remove_folder_if_empty()
+        elif not self.has_ended and parallel.is_main():
+            for slot in (0, 1):
+                self._path(slot).unlink(missing_ok=True)
+        if self._lock is not None and not is_kept:
+            self._lock.release()
+            self.checkpoint.remove_folder_if_empty()
 
     def forget(self) -> None:
         """What was saved has been taken up, and need not be in memory twice."""
@@ -198,6 +215,7 @@ class Call:
         """A folder that can be written to, without what a killed process was writing."""
         try:
             checkpoint.directory.mkdir(parents=True, exist_ok=True)
+            self._lock = checkpoint.locked(self.name.partition("-")[2])
             for slot in (0, 1):
                 for path in checkpoint.directory.glob(f"{temporary_prefix(self._path(slot))}*"):
                     path.unlink(missing_ok=True)
@@ -240,6 +258,8 @@ class Call:
         """Raise a sentence that names what differs from the run that was saved, if anything does."""
         if differences:
             assert self.checkpoint is not None
+            if self._lock is not None:
+                self._lock.release()
             raise CheckpointMismatch(
                 f"The checkpoint in '{self.checkpoint.directory}' is expected to be of this run, but "
                 f"{'; '.join(differences)}. Make the run as it was, name another folder, or remove this one to start "

@@ -12,6 +12,9 @@
 What a user got wrong is one sentence on stderr and exit code 2; what the machine refused (a full disk, too little
 memory) is 1; Ctrl-C is 130. A traceback is a defect of the package. Results are written under a temporary name and
 renamed when complete.
+
+PyTorch and what is built on it take 5 to 20 seconds to import. So this file imports nothing heavy: `--help`,
+`--version` and mistakes in the settings are answered at once, and the first line comes before the rest is imported.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import argparse
 import ast
 import importlib
 import importlib.util
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -27,10 +31,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from ntk_iterncgp import parallel
-from ntk_iterncgp.config import ConfigError, RunConfig, load
-from ntk_iterncgp.files import FileError
-from ntk_iterncgp.self_check import SelfCheckError
+from ntk_iterncgp.config import RunConfig, load
+from ntk_iterncgp.settings import ConfigError
 
 FAILURE, USER_ERROR, INTERRUPTED = 1, 2, 130
 GRACE_SECONDS = 5.0
@@ -47,38 +49,65 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     try:
         if given[:1] == ["reproduce"]:  # it parses its own arguments
+            _check_alone("reproduce")
             return _reproduce(given[1:])
         arguments = _parser().parse_args(given)
-        if parallel.launched_rank() is not None and arguments.command != "fit":
-            raise ConfigError(
-                f"Several processes can 'fit' together, but not '{arguments.command}': start one of them."
-            )
+        if arguments.command != "fit":
+            _check_alone(arguments.command)
         return int(arguments.run(arguments))
-    except (ConfigError, FileError) as error:
-        return _end(USER_ERROR, f"ntk-iterncgp: {error}")
-    except KeyboardInterrupt:
-        return _end(INTERRUPTED, "\nntk-iterncgp: interrupted.")
-    except (parallel.ProcessFailed, SelfCheckError, MemoryError) as error:  # the last two before anything is harmed
-        return _end(FAILURE, f"ntk-iterncgp: {_first_line(error) or 'there is too little memory.'}")
-    except RuntimeError as error:  # torch's own word for too little memory
-        if "allocate memory" not in str(error) and "out of memory" not in str(error):
+    except (Exception, KeyboardInterrupt) as error:
+        code, message = _explained(error)
+        if code is None:  # a defect
             raise
-        return _end(FAILURE, f"ntk-iterncgp: there is too little memory ({_first_line(error)}).")
-    except OSError as error:  # a full disk, a folder that went away
+        return _end(code, message)
+
+
+def _check_alone(command: str) -> None:
+    if _launched_rank() is not None:
+        raise ConfigError(f"Several processes can 'fit' together, but not '{command}': start one of them.")
+
+
+def _explained(error: BaseException) -> tuple[int | None, str]:
+    """Exit code and message; no code for what is neither the user's mistake nor the machine's."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, "\nntk-iterncgp: interrupted."
+    if isinstance(error, ConfigError):
+        return USER_ERROR, f"ntk-iterncgp: {error}"
+    if isinstance(error, OSError):  # a full disk, a folder that went away
         where = f" '{error.filename}'" if error.filename else ""
-        return _end(FAILURE, f"ntk-iterncgp: cannot read or write{where} ({error.strerror or error}).")
+        return FAILURE, f"ntk-iterncgp: cannot read or write{where} ({error.strerror or error})."
+    from ntk_iterncgp.files import FileError  # whoever raised such an error has imported PyTorch
+    from ntk_iterncgp.parallel import ProcessFailed
+    from ntk_iterncgp.self_check import SelfCheckError
 
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
+    if isinstance(error, FileError):
+        return USER_ERROR, f"ntk-iterncgp: {error}"
+    first_line = str(error).partition("\n")[0]
+    if isinstance(error, (ProcessFailed, SelfCheckError, MemoryError)):  # the last two before anything is harmed
+        return FAILURE, f"ntk-iterncgp: {first_line or 'there is too little memory.'}"
+    if isinstance(error, RuntimeError) and ("allocate memory" in str(error) or "out of memory" in str(error)):
+        return FAILURE, f"ntk-iterncgp: there is too little memory ({first_line})."  # torch's own word for it
+    return None, ""
 
 
 def _end(code: int, message: str) -> int:
     """Of several processes the first speaks and ends, and torchrun then ends the others."""
-    if parallel.launched_rank():
+    if _launched_rank():
         time.sleep(GRACE_SECONDS)
     print(message, file=sys.stderr)
     return code
+
+
+def _launched_rank() -> int | None:
+    """As `parallel.launched_rank`, which takes seconds to import: this process's number among those of torchrun."""
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+    return int(os.environ["RANK"]) if several else None
+
+
+def _announce(what: str) -> None:
+    """The first line of a command, before the long imports."""
+    if not _launched_rank():
+        print(f"ntk-iterncgp {_version()}: {what}", flush=True)
 
 
 def _parser() -> _Parser:
@@ -179,7 +208,8 @@ def with_output_dir(config: RunConfig, folder: str) -> RunConfig:
 
 def _fit(arguments: argparse.Namespace) -> int:
     config = _settings(arguments)
-    from ntk_iterncgp.runs import fit  # brings torchvision and matplotlib: not before the settings are right
+    _announce(f"fit {arguments.config}, results go to {config.output_dir}")
+    from ntk_iterncgp.runs import fit
 
     fit(config)
     return 0
@@ -187,6 +217,7 @@ def _fit(arguments: argparse.Namespace) -> int:
 
 def _evaluate(arguments: argparse.Namespace) -> int:
     config = _settings(arguments)
+    _announce(f"evaluate {arguments.config}, results go to {config.output_dir}")
     from ntk_iterncgp.runs import evaluate
 
     evaluate(config)
@@ -194,20 +225,21 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _predict(arguments: argparse.Namespace) -> int:
-    from ntk_iterncgp.runs import predict
-
     posterior = Path(arguments.posterior)
     output = Path(arguments.output) if arguments.output else posterior.with_name("predictions.csv")
+    _announce(f"predict for {arguments.input} from {posterior}")
+    from ntk_iterncgp.runs import predict
+
     settings = {"device": arguments.device, "link": arguments.link, "trusted_model": arguments.model}
     predict(posterior, Path(arguments.input), output, **settings)
     return 0
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from ntk_iterncgp.demo import run, settings
+    from ntk_iterncgp import demo  # which is light until it runs
 
-    config = settings(arguments.overrides)
-    run(config if arguments.output_dir is None else with_output_dir(config, arguments.output_dir))
+    config = demo.settings(arguments.overrides)
+    demo.run(config if arguments.output_dir is None else with_output_dir(config, arguments.output_dir))
     return 0
 
 
@@ -229,6 +261,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         if arguments.name not in paths:
             raise ConfigError(f"There is no benchmark '{arguments.name}'; there are: {', '.join(paths)}.")
         flags = ["--quick"] * arguments.quick + (["--json", arguments.json] if arguments.json else [])
+        print(f"{arguments.name}: {headings[paths[arguments.name]]}", flush=True)
         return _run(paths[arguments.name], flags)
     if arguments.json:
         raise ConfigError("--json expects the name of one benchmark before it, for instance: bench solver --json FILE.")

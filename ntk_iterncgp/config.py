@@ -16,12 +16,15 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from ntk_iterncgp.settings import ConfigError, parsed, read_settings, require_choice, suggestion, typed_value
-from ntk_iterncgp.solver import POLICIES
+from ntk_iterncgp.settings import ConfigError, parsed, read_settings, require_choice, shown, suggestion, typed_value
 
+# Light imports only: wrong settings are reported before PyTorch, which takes seconds, is imported. So the names of the
+# solver's policies and of the kernels are repeated here; a test holds them against the originals.
+POLICIES = ("unit", "residual", "curvature_residual", "random_subspace")
 KERNELS = ("RBF", "Matern12", "Matern32", "Matern52")
 TASKS = ("classification", "regression")
 PROTOCOLS = ("crossfit", "validation", "none")
+DEFAULT_EPOCHS = 50
 BASELINES = ("map", "temperature", "prior", "last_layer", "kfac", "sod", "ella", "valla", "exact")
 
 
@@ -36,7 +39,7 @@ class DataConfig:
     test: str | None = None  # the same; null: a fifth of the training data is held out
     train_limit: int | None = None  # null: all
     test_limit: int | None = None
-    held_out: int | None = None  # to choose the prior precision on; null: a tenth, at most 1000, if trained here
+    held_out: int | None = None  # to choose the prior precision on; null: a tenth (few data: a fifth) if trained here
     held_out_from: str = "train"  # or "test", for a checkpoint that has seen all training data
     ood: tuple[str, ...] = ()  # other data sets, "rotated", "noise": what a classifier should not be sure about
     ood_limit: int | None = 2000
@@ -52,10 +55,23 @@ class ModelConfig:
     name: str = "cnn"
     checkpoint: str | None = None  # .safetensors, or .pt with weights only; also looked for under data.root
     arguments: dict[str, Any] = field(default_factory=dict)
-    train_epochs: int = 50
+    train_epochs: int | None = None  # 0: the weights as they come; null: 50 without a checkpoint; yours must say which
     train_batch_size: int = 50
     learning_rate: float = 3e-3
     weight_decay: float = 1e-5
+
+    @property
+    def is_own(self) -> bool:
+        """Made by a function of the user's."""
+        return ":" in self.name
+
+    @property
+    def epochs_here(self) -> int:
+        """For how many epochs it is trained by this run; 0 where its weights are taken as they come."""
+        if self.checkpoint is not None:
+            return 0
+        default = 0 if self.arguments.get("weights") is not None else DEFAULT_EPOCHS
+        return default if self.train_epochs is None else self.train_epochs
 
 
 @dataclass(frozen=True)
@@ -94,7 +110,7 @@ class TuningConfig:
 
     protocol: str = "crossfit"  # two folds of the test set; "validation": a part of it put aside; "none"
     validation_size: int | None = None  # for "validation"; null: half of the test set, at most 1000
-    precision_min: float = 1e-3
+    precision_min: float = 1e-3  # `fit` looks further where the best one is at an end
     precision_max: float = 1e6
     steps_per_decade: int = 4
 
@@ -152,18 +168,25 @@ class RunConfig:
             require_choice("evaluate.baselines", baseline, BASELINES)
         for name in POSITIVE:
             if self[name] is not None and not 0 < self[name] < float("inf"):
-                raise ConfigError(f"{name} expects a positive, finite number, but got {self[name]!r}.")
+                raise ConfigError(f"{name} expects a positive, finite number, but got {shown(self[name])}.")
         for name in NOT_NEGATIVE:
             if self[name] is not None and not 0 <= self[name] < float("inf"):
-                raise ConfigError(f"{name} expects a finite number of at least 0, but got {self[name]!r}.")
+                raise ConfigError(f"{name} expects a finite number of at least 0, but got {shown(self[name])}.")
         for name, least in LEAST.items():
             value = self[name]
             if value is not None and value < least:
-                raise ConfigError(f"{name} expects a whole number of at least {least}, but got {value}.")
+                raise ConfigError(f"{name} expects a whole number of at least {least}, but got {shown(value)}.")
             if value is not None and value > MOST:
-                raise ConfigError(f"{name} expects a whole number of at most {MOST}, but got {value}.")
+                raise ConfigError(f"{name} expects a whole number of at most {MOST}, but got {shown(value)}.")
         if self.data.task == "regression" and (self.data.name != "arrays" or self.data.ood):
             raise ConfigError("data.task 'regression' expects data.name 'arrays', and no data.ood.")
+        model = self.model
+        if self.kernel.name is None and model.is_own and model.checkpoint is None and model.train_epochs is None:
+            raise ConfigError(
+                f"model.train_epochs must be set for '{model.name}' without a checkpoint; got null. Try "
+                f"{DEFAULT_EPOCHS} to train the network here, 0 to take its weights as the function returns them, or "
+                "set model.checkpoint."
+            )
         if self.tuning.precision_min >= self.tuning.precision_max:
             raise ConfigError(
                 "tuning.precision_min expects a number below tuning.precision_max, but got "
@@ -261,7 +284,7 @@ def flat(settings: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
             yield f"{key}.{SHORT[key]}", value
         elif key in sections:
             if not isinstance(value, Mapping):
-                raise ConfigError(f"'{key}' expects a section of settings, but got {value!r}.")
+                raise ConfigError(f"'{key}' expects a section of settings, but got {shown(value)}.")
             yield from ((f"{key}.{name}", item) for name, item in value.items())
         else:
             yield str(key), value

@@ -9,10 +9,12 @@ test digits, on digits turned by a right angle, and on noise. Nothing is downloa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ntk_iterncgp.config import RunConfig, load
-from ntk_iterncgp.evaluation.compare import Comparison
-from ntk_iterncgp.runs import evaluate
+
+if TYPE_CHECKING:
+    from ntk_iterncgp.evaluation.compare import Comparison
 
 SETTINGS = (
     "model.train_epochs=80",
@@ -32,7 +34,11 @@ def settings(overrides: Sequence[str] = ()) -> RunConfig:
 
 def run(config: RunConfig) -> Comparison:
     """Prints the table and says how close ours is to the truth; writes `report.html`."""
-    print("A small network on 8×8 digits, its posterior, and the truth beside it: under three minutes on two cores.\n")
+    heading = "A small network on 8×8 digits, its posterior, and the truth beside it: under three minutes on two cores."
+    print(f"{heading}\n", flush=True)  # before imports that take seconds
+    from ntk_iterncgp.evaluation.compare import Comparison
+    from ntk_iterncgp.runs import evaluate
+
     comparison = evaluate(config, command="demo", title="Digits: a small network and the exact posterior")
     assert isinstance(comparison, Comparison)
     ratio = comparison.exact_ratio

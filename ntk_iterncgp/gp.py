@@ -28,6 +28,7 @@ from ntk_iterncgp.gp_checks import (
     checked_mean,
     checked_targets,
     choose_kronecker,
+    computing_dtype,
 )
 from ntk_iterncgp.gp_saving import call_of
 from ntk_iterncgp.hyperparameters import OptimizationReport, maximise_elbo
@@ -77,7 +78,7 @@ class NonConjugateGP:
     product_tolerance  what the sparse method may leave out, as a share of the kernel's largest value; 0 for nothing
     chunk_bytes        memory for one block of the kernel matrix
     seed               for policies that draw random numbers
-    dtype, device      None: as the data
+    dtype, device      None: as the data. Answers have this dtype; up to 10 000 data or so are computed with in float64
     """
 
     def __init__(
@@ -152,19 +153,19 @@ class NonConjugateGP:
         inputs = self._checked_inputs(X, "X").detach().clone()  # what the caller does to X later changes nothing here
         targets = checked_targets(y, inputs, self.likelihood).clone()
         parallel.check_same([inputs, targets], "X and y are")
+        capacity, outputs = self._capacity(len(inputs)), 1 if self.kronecker else self.likelihood.num_outputs
         prior = GramPrior(
             self.kernels,
-            inputs,
+            inputs.to(computing_dtype(self.kernels, inputs, capacity * outputs)),
             self.mean,
             chunk_bytes=self.chunk_bytes,
             method=self.product_method,
             tolerance=self.product_tolerance,
+            data_dtype=inputs.dtype,
         )
-        for kernel in self.kernels:
-            kernel.diagonal(inputs[:1])  # checks the dimension
         problem = Problem(prior, self.likelihood, targets)
-        check_memory(problem, self._capacity(problem), self.options.max_rank, self.kronecker, self.chunk_bytes)
-        state = initial_state(problem, seed=self.seed, capacity=self._capacity(problem), kronecker=self.kronecker)
+        check_memory(problem, capacity, self.options.max_rank, self.kronecker, self.chunk_bytes)
+        state = initial_state(problem, seed=self.seed, capacity=capacity, kronecker=self.kronecker)
         call, data = call_of(self, checkpoint, "fit", state)
         state, report = drive(
             lambda state: newton(state, self.policy, self.stopping, self.options),
@@ -231,7 +232,7 @@ class NonConjugateGP:
         """Spend more products from where the fit stopped: first on the mean, then on the variance."""
         state, report = self.posterior_.state, self.report_
         max_products = whole_number("max_products", max_products, at_least=1)
-        columns = state.buffer.actions.factor.size + self._capacity(state.problem, max_products)
+        columns = state.buffer.actions.factor.size + self._capacity(state.problem.prior.num_data, max_products)
         columns = int(2.5 * columns)  # as they grow by half, into another place
         check_memory(state.problem, columns, self.options.max_rank, self.kronecker, self.chunk_bytes)
         stopping = replace(self.stopping, max_products=max_products)
@@ -281,7 +282,10 @@ class NonConjugateGP:
         return mean.to(x.dtype), covariance.to(x.dtype)
 
     def predict(self, x: Tensor, *, link: str = "probit", n_samples: int = 512) -> Tensor:
-        """E[y] at x (b, C): class probabilities (of class 1 for Bernoulli), rates for Poisson, means for Gaussian."""
+        """E[y] at x (b, C): class probabilities (of class 1 for Bernoulli), rates for Poisson, means for Gaussian.
+
+        `n_samples` is for "mc", and for "quadrature" of three classes or more: of fewer it is right to ten digits.
+        """
         check_link(link)
         n_samples = whole_number("n_samples", n_samples, at_least=1)
         posterior, x = self.posterior_, self._checked_inputs(x, "x", new=True)
@@ -325,21 +329,17 @@ class NonConjugateGP:
     def _trained_inputs(self) -> Tensor:
         prior = self.posterior_.prior
         assert isinstance(prior, GramPrior)
-        return prior.inputs
+        return prior.inputs[:0].to(prior.data_dtype)  # as they were given, which is all that is asked about them
 
     # --- sizes ----------------------------------------------------------------------------------------------------
 
-    def _capacity(self, problem: Problem, max_products: int | None = None) -> int:
+    def _capacity(self, num_data: int, max_products: int | None = None) -> int:
         """Room for the columns that the budget can fill, so that buffers are not copied as they grow."""
         max_products = self.stopping.max_products if max_products is None else max_products
         if self.kronecker:
-            return min(problem.prior.num_data, max_products * problem.prior.num_outputs)
-        budget = min(max_products, problem.curvature_rank)
-        return (
-            budget
-            if self.options.max_rank is None
-            else min(budget, self.options.max_rank + self.stopping.products_per_step)
-        )
+            return min(num_data, max_products * self.likelihood.num_outputs)
+        budget, max_rank = min(max_products, num_data * self.likelihood.curvature_rank), self.options.max_rank
+        return budget if max_rank is None else min(budget, max_rank + self.stopping.products_per_step)
 
     def _generator(self, x: Tensor) -> torch.Generator:
         """The same draws for every part of the inputs, so that how they are divided does not matter."""

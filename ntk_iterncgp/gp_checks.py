@@ -9,14 +9,17 @@ import torch
 from torch import Tensor
 
 from ntk_iterncgp.kernels import Kernel
+from ntk_iterncgp.kernels.choice import WORTH_COMPILING
 from ntk_iterncgp.likelihoods import Likelihood
 from ntk_iterncgp.memory import available_bytes, require_memory
+from ntk_iterncgp.priors.gram import working_dtype
 from ntk_iterncgp.solver import Policy, Problem
 
 ACTIONS = ("auto", "joint", "kronecker")
 WORKSPACE_BYTES = 32 * 2**20  # what PyTorch takes beside the arrays counted here
 VECTORS = 48  # over the data, in float64: Newton's point and the trials of a line search, blocks of random probes
 SMALL_MATRICES = 10  # B×B at once, in float64
+SMALL_BYTES = 256 * 2**20  # of actions, below which float64 costs next to nothing
 
 
 def checked_likelihood(likelihood: Likelihood) -> Likelihood:
@@ -91,7 +94,7 @@ def checked_inputs(
     if not bool(torch.isfinite(X).all()):
         bad = int((~torch.isfinite(X)).any(1).sum())
         raise ValueError(f"{name} expects finite numbers, but {bad} of its rows hold NaN or infinity. Remove them.")
-    largest, limit = float(X.abs().max()) if X.numel() else 0.0, 1e-2 * torch.finfo(X.dtype).max ** 0.5
+    largest, limit = float(X.detach().abs().max()) if X.numel() else 0.0, 1e-2 * torch.finfo(X.dtype).max ** 0.5
     if largest > limit:  # squares of distances are summed
         raise ValueError(
             f"{name} expects numbers of at most {limit:.0e} in {X.dtype}, but the largest is {largest:.0e}. Scale them."
@@ -122,6 +125,18 @@ def checked_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
     if dtype not in (None, torch.float32, torch.float64):
         raise ValueError(f"dtype expects None, torch.float32 or torch.float64, but got {dtype!r}.")
     return dtype
+
+
+def computing_dtype(kernels: Sequence[Kernel], inputs: Tensor, num_columns: int) -> torch.dtype:
+    """float64 for small problems, whose actions have up to so many columns of N numbers; else that of the inputs.
+
+    Numbers in float32 are numbers in float64 too, so this is the same problem with less rounding: with little noise
+    float32 cannot tell what the data say from what rounding has made of it.
+    """
+    for kernel in kernels:
+        kernel.diagonal(inputs[:1])  # checks the dimension
+    is_small = len(inputs) ** 2 < WORTH_COMPILING and 8 * len(inputs) * num_columns <= SMALL_BYTES
+    return working_dtype(kernels, inputs) if is_small else inputs.dtype
 
 
 def checked_device(device: torch.device | str | None) -> torch.device | None:

@@ -29,7 +29,6 @@ from ntk_iterncgp import parallel
 from ntk_iterncgp.columns import Columns, DenseColumns, KroneckerColumns
 from ntk_iterncgp.kernels import Kernel
 from ntk_iterncgp.likelihoods import Gaussian, Likelihood
-from ntk_iterncgp.likelihoods.quadrature import normal_points
 from ntk_iterncgp.posterior import Posterior
 from ntk_iterncgp.priors import GramPrior
 from ntk_iterncgp.solver import Status
@@ -285,14 +284,4 @@ def _expected_log_prob(
     if noise is not None:
         squares = (targets - mean).square() + covariance.diagonal(dim1=1, dim2=2)
         return -0.5 * (squares / noise + (2 * torch.pi * noise).log()).sum()
-    if type(likelihood).expected_log_prob is not Likelihood.expected_log_prob:  # a closed form
-        return likelihood.expected_log_prob(mean, covariance, targets).sum()
-    # By fixed points, with a Cholesky root: the derivative of an eigendecomposition is not finite for equal variances.
-    eye = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
-    floor = 1e-9 * covariance.detach().diagonal(dim1=1, dim2=2).amax(1).clamp_min(1e-12)
-    root, _ = torch.linalg.cholesky_ex(covariance + 10 * floor[:, None, None] * eye)
-    points, weights = normal_points(likelihood.num_outputs, 256, mean.device)
-    total = mean.new_zeros(())
-    for point, weight in zip(points, weights, strict=True):
-        total = total + weight * likelihood.log_prob(mean + root @ point, targets).sum()
-    return total
+    return likelihood.expected_log_prob(mean, covariance, targets).sum()

@@ -23,10 +23,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from tqdm.auto import tqdm
 
 from ntk_iterncgp.config import ConfigError, ModelConfig
 from ntk_iterncgp.priors.jacobian import as_outputs
+from ntk_iterncgp.reporting import Say, reporting, silent
 from ntk_iterncgp.settings import nearest
 
 RESNETS = {f"cifar_resnet{depth}": (depth - 2) // 6 for depth in (20, 32, 44, 56)}
@@ -208,31 +208,41 @@ def load_checkpoint(model: nn.Module, path: Path, name: str) -> None:
 
 
 def train(
-    model: nn.Module, data: Dataset[Any], config: ModelConfig, *, task: str, seed: int, device: torch.device
+    model: nn.Module,
+    data: Dataset[Any],
+    config: ModelConfig,
+    *,
+    task: str,
+    seed: int,
+    device: torch.device,
+    say: Say = silent,
 ) -> float:
     """Adam with a cosine schedule; returns the accuracy of the last epoch, or the root mean squared error.
 
-    The loss is cross-entropy for "classification", squared error for "regression".
+    The loss is cross-entropy for "classification", squared error for "regression". `say` is told how far it is.
     """
     generator = torch.Generator().manual_seed(seed)
     loader = DataLoader(data, config.train_batch_size, shuffle=True, generator=generator)
     optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, config.train_epochs * len(loader)))
+    num_batches = config.epochs_here * len(loader)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, num_batches))
     is_regression = task == "regression"
     score = total = 0.0
     model.train()
-    for _ in tqdm(range(config.train_epochs), desc="Training", unit="epoch", leave=False, disable=None):
-        score = total = 0.0
-        for x, y in loader:
-            x, y = x.to(device), y.to(device)
-            optimizer.zero_grad()
-            outputs = as_outputs(model(x))  # GoogLeNet and Inception have others beside their logits while they learn
-            loss = nn.functional.mse_loss(outputs, y) if is_regression else nn.functional.cross_entropy(outputs, y)
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-            score += len(y) * float(loss.detach()) if is_regression else float((outputs.argmax(1) == y).sum())
-            total += len(y)
+    with reporting("Training", say, total=num_batches, unit="batches") as progress:
+        for _ in range(config.epochs_here):
+            score = total = 0.0
+            for x, y in loader:
+                x, y = x.to(device), y.to(device)
+                optimizer.zero_grad()
+                outputs = as_outputs(model(x))  # GoogLeNet and Inception have others beside their logits as they learn
+                loss = nn.functional.mse_loss(outputs, y) if is_regression else nn.functional.cross_entropy(outputs, y)
+                loss.backward()
+                optimizer.step()
+                schedule.step()
+                score += len(y) * float(loss.detach()) if is_regression else float((outputs.argmax(1) == y).sum())
+                total += len(y)
+                progress.advance()
     model.eval()
     share = score / max(1.0, total)
     return math.sqrt(share) if is_regression else share

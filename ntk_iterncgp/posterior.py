@@ -99,7 +99,7 @@ class Posterior:
         state, problem = self.state, self.state.problem
         w = state.iterate.coefficients
         removed = float(state.factor.solve(state.gram).trace()) if state.buffer.size else 0.0
-        divergence = 0.5 * (float(w @ state.gram @ w) + state.log_determinant_bounds[0] - removed)
+        divergence = 0.5 * (float(w @ state.gram @ w) + state.span_bounds[1] - removed)
         images = self.prior.lift(state.buffer.images)
         total = torch.zeros((), dtype=torch.float64, device=state.latent.device)
         for data, covariance in self.prior.blocks():
@@ -121,8 +121,7 @@ class Posterior:
 def _floor_diagonal(covariance: Tensor) -> Tensor:
     """A variance that came out negative by rounding is zero."""
     diagonal = covariance.diagonal(dim1=-2, dim2=-1)
-    diagonal.copy_(diagonal.clamp_min(0.0))
-    return covariance
+    return covariance.diagonal_scatter(diagonal.clamp_min(0.0), dim1=-2, dim2=-1)
 
 
 def standard_normal_quantile(level: float) -> float:

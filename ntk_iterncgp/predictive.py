@@ -2,9 +2,10 @@
 
 probit      closed form where there is one (Gaussian, Poisson), the probit approximation for classification. Cheap;
             for softmax it uses the diagonal of the C×C covariance alone
-quadrature  fixed points: Gauss–Hermite for one output, quasi-random for several. Deterministic, uses the whole
-            covariance. For softmax with ten classes 512 points are as accurate as ten thousand plain samples, and
-            for posteriors so broad that those scatter too, nearly so
+quadrature  fixed points, deterministic, with the whole covariance. One output or two classes: a rule for the line,
+            right to ten digits however broad the posterior is; closed forms where there are any. More classes:
+            quasi-random points; with ten classes 512 are as accurate as ten thousand plain samples, and for posteriors
+            so broad that those scatter too, nearly so
 mc          plain Monte Carlo with the whole covariance
 
 and what the spread of the latent Gaussian says about an input (`uncertainty`).
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ntk_iterncgp.likelihoods import Likelihood, Softmax
-from ntk_iterncgp.likelihoods.quadrature import covariance_root, normal_points
+from ntk_iterncgp.likelihoods.quadrature import LINE_POINTS, contrast_root, gaussian_points
 from ntk_iterncgp.posterior import standard_normal_quantile
 
 LINKS = ("probit", "quadrature", "mc")
@@ -43,39 +44,42 @@ def expected_response(
 ) -> Tensor:  # (b, C)
     """E[y] at each input: class probabilities, rates, or means.
 
-    Links that use the whole covariance need that of the contrasts HᵀF alone, and take it in its place.
+    Args:
+        likelihood: whose response is averaged.
+        mean: the latent means.
+        covariance: the latent covariances. Links that use them whole need those of the contrasts Hᵀf alone, and take
+            them in their place.
+        link: one of `LINKS`.
+        num_samples: the number of samples of "mc" and of points of "quadrature". With one output or two classes
+            quadrature is on a line, where its points are as many as it takes (`LINE_POINTS`) whatever is asked for.
+        generator: of the samples.
+
+    Returns:
+        The expected responses, in the dtype of the mean.
     """
     check_link(link)
     if num_samples < 1:
         raise ValueError(f"num_samples expects a whole number of at least 1, but got {num_samples}.")
-    if link == "probit":
+    if link == "probit" or (link == "quadrature" and likelihood.has_exact_response):
         return likelihood.expected_response(mean, covariance.diagonal(dim1=1, dim2=2))
-    if link == "quadrature":
-        points, weights = normal_points(likelihood.curvature_rank, num_samples, mean.device)
-    else:
-        shape = (num_samples, likelihood.curvature_rank)
-        points = torch.randn(shape, generator=generator, dtype=mean.dtype, device=mean.device)
-        weights = torch.full((num_samples,), 1 / num_samples, dtype=mean.dtype, device=mean.device)
-    points, weights = points.to(mean.dtype), weights.to(mean.dtype)
+    contrasts = likelihood.contrasts(mean.device)
+    if link == "mc":
+        shape = (num_samples, contrasts.shape[1])
+        samples = torch.randn(shape, generator=generator, dtype=mean.dtype, device=mean.device)
 
     def some(mean: Tensor, covariance: Tensor) -> Tensor:
-        latent = mean[:, None] + points @ _spread(likelihood, covariance).mT  # (b, q, C)
-        return torch.einsum("q,bqc->bc", weights, likelihood.response(latent))
+        if link == "mc":
+            return likelihood.response(mean[:, None] + samples @ contrast_root(covariance, contrasts).mT).mean(1)
+        root, points, weights = gaussian_points(mean, covariance, contrasts, num_samples)
+        response = likelihood.response(mean[:, None] + points @ root.mT)  # (b, q, C)
+        return (weights[..., None] * response).sum(1)
 
-    return _in_chunks(some, mean, covariance, len(points))
-
-
-def _spread(likelihood: Likelihood, covariance: Tensor) -> Tensor:  # (b, C, C) or (b, r, r) -> (b, C, r)
-    """H L, with LLᵀ the covariance of the contrasts Hᵀf: what is the same for all classes does not change a softmax."""
-    contrasts = likelihood.contrasts(covariance.device).to(covariance.dtype)  # H (C, r)
-    if covariance.shape[-1] != contrasts.shape[1]:
-        covariance = contrasts.T @ covariance @ contrasts
-    return contrasts @ covariance_root(covariance)
+    return _in_chunks(some, mean, covariance, num_samples)
 
 
 def _in_chunks(function: Callable[..., Tensor], mean: Tensor, covariance: Tensor, num_points: int) -> Tensor:
     """Inputs a few at a time, so that all points of all inputs are never held at once."""
-    size = 1 + POINT_ENTRIES // (num_points * mean.shape[1])
+    size = 1 + POINT_ENTRIES // (max(num_points, LINE_POINTS) * mean.shape[1])
     parts = zip(mean.split(size), covariance.split(size), strict=True)
     return torch.cat([function(*part) for part in parts])
 
@@ -108,18 +112,17 @@ class Uncertainty:
 
 
 def classification_uncertainty(mean: Tensor, covariance: Tensor, *, num_samples: int = 512) -> Uncertainty:
-    """From latent moments (b, C) and (b, C, C) of a softmax, by fixed quasi-random points."""
-    likelihood = Softmax(mean.shape[1])
-    points, weights = normal_points(likelihood.curvature_rank, num_samples, mean.device)
-    points, weights = points.to(mean.dtype), weights.to(mean.dtype)
+    """From latent moments (b, C) and (b, C, C) of a softmax, by fixed points."""
+    contrasts = Softmax(mean.shape[1]).contrasts(mean.device)
 
     def entropies(mean: Tensor, covariance: Tensor) -> Tensor:  # (b, 2)
-        log_p = torch.log_softmax(mean[:, None] + points @ _spread(likelihood, covariance).mT, -1)  # (b, q, C)
-        aleatoric = torch.einsum("q,bq->b", weights, -(log_p.exp() * log_p).sum(-1))
-        p = torch.einsum("q,bqc->bc", weights, log_p.exp())
+        root, points, weights = gaussian_points(mean, covariance, contrasts, num_samples)
+        log_p = torch.log_softmax(mean[:, None] + points @ root.mT, -1)  # (b, q, C)
+        aleatoric = (weights * -(log_p.exp() * log_p).sum(-1)).sum(1)
+        p = (weights[..., None] * log_p.exp()).sum(1)
         return torch.stack([torch.special.entr(p).sum(1), aleatoric], 1)
 
-    total, aleatoric = _in_chunks(entropies, mean, covariance, len(points)).unbind(1)
+    total, aleatoric = _in_chunks(entropies, mean, covariance, num_samples).unbind(1)
     variance, margin = covariance.diagonal(dim1=1, dim2=2).sum(1), margin_variance(mean, covariance)
     return Uncertainty(total, (total - aleatoric).clamp_min(0), aleatoric, variance, margin)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any, get_args, get_origin
 import yaml
 
 _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxlong, _SHORT.maxother = 3, 80, 80, 80
 
 
 class ConfigError(ValueError):
@@ -29,6 +32,14 @@ def own_sentences() -> Iterator[None]:
         raise ConfigError(str(error)) from error
 
 
+def shown(value: Any) -> str:
+    """A value inside a message: shortened, since a few lines of YAML (aliases of aliases) can stand for gigabytes."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:  # a number with more digits than Python writes out
+        return "a number of thousands of digits"
+
+
 def read_settings(path: Path) -> dict[Any, Any]:
     try:
         text = path.read_text(encoding="utf-8")
@@ -41,17 +52,27 @@ def read_settings(path: Path) -> dict[Any, Any]:
     if settings is None:  # a file of comments: nothing differs from the defaults
         return {}
     if not isinstance(settings, dict):
-        raise ConfigError(f"'{path}' expects lines of the form 'key: value', but holds {settings!r}.")
+        raise ConfigError(f"'{path}' expects lines of the form 'key: value', but holds {shown(settings)}.")
     return settings
 
 
 def parsed(text: str, name: str) -> Any:
+    """YAML as plain Python values; whatever is wrong with the text is a `ConfigError`."""
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" (line {mark.line + 1})" if mark is not None else ""
-        raise ConfigError(f"{name} is not valid YAML{where}: {getattr(error, 'problem', None) or error}.") from error
+        problem = (getattr(error, "problem", None) or str(error)).partition("\n")[0]
+        raise ConfigError(f"{name} is not valid YAML{where}: {problem}.") from error
+    except RecursionError as error:
+        raise ConfigError(
+            f"{name} must nest at most some hundred brackets; got more. Settings need three levels."
+        ) from error
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        # PyYAML's constructors let these through, for instance for a thirteenth month.
+        reason = str(error).partition("\n")[0][:100]
+        raise ConfigError(f"{name} is not valid YAML: it holds a value that cannot be read ({reason}).") from error
 
 
 def typed_value(name: str, value: Any, hint: Any) -> Any:
@@ -60,18 +81,18 @@ def typed_value(name: str, value: Any, hint: Any) -> Any:
     if get_origin(hint) is tuple:
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, (list, tuple)) or not all(isinstance(item, str) for item in items):
-            raise ConfigError(f"{name} expects a list of names, for instance [a, b], but got {value!r}.")
+            raise ConfigError(f"{name} expects a list of names, for instance [a, b], but got {shown(value)}.")
         return tuple(items)
     if get_origin(hint) is dict:
         if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-            raise ConfigError(f"{name} expects names with values, for instance {{key: 1}}, but got {value!r}.")
+            raise ConfigError(f"{name} expects names with values, for instance {{key: 1}}, but got {shown(value)}.")
         return value
     if float in kinds and type(value) in (int, str):  # YAML 1.1 reads 1e-3 as text
         with suppress(ValueError, OverflowError):
             return float(value)
     if type(value) not in kinds:
         expected = " or ".join(_KINDS[kind] for kind in kinds)
-        raise ConfigError(f"{name} expects {expected}, but got {value!r}.")
+        raise ConfigError(f"{name} expects {expected}, but got {shown(value)}.")
     return value
 
 

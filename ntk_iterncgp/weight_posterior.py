@@ -32,7 +32,7 @@ from ntk_iterncgp.priors.rows import Rows
 from ntk_iterncgp.solver.factor import Factor
 
 EPS = torch.finfo(torch.float64).eps
-SLICE_ROWS = 2**14  # weights at a time, in sums over all of them
+SLICE_ROWS, SLICE_BYTES = 2**14, 2**23  # weights at a time, in sums over all of them, and their memory in float64
 SLICE_COLUMNS = 128  # actions at a time, where half of a symmetric matrix is enough
 DERIVATIVE_ROUNDINGS = 8  # ε of a derivative, in units of the rounding of one number
 PRODUCT_ROUNDINGS = 8  # of a downdate whose products are taken in float32, as a share of k(x, x)
@@ -237,11 +237,17 @@ def _information(gram: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:  # (B, B
     return 2 * lower.diagonal().log().sum(), whitened.trace()
 
 
+def rows_at_once(num_columns: int) -> int:
+    """How many rows of images are held in float64 at a time."""
+    return min(SLICE_ROWS, 1 + SLICE_BYTES // (8 * max(1, num_columns)))
+
+
 def inner_products(left: Tensor, right: Tensor) -> Tensor:  # (p, B), (p, B′) -> (B, B′)
     """In float64, whatever the images are stored in: a Gram matrix that is that of the images to the last digits."""
     total = torch.zeros(left.shape[1], right.shape[1], dtype=torch.float64, device=left.device)
     is_symmetric = left is right
-    for one, other in zip(left.split(SLICE_ROWS), right.split(SLICE_ROWS), strict=True):
+    step = rows_at_once(max(left.shape[1], right.shape[1]))
+    for one, other in zip(left.split(step), right.split(step), strict=True):
         one = one.double()
         if not is_symmetric:
             total += one.T @ other.double()

@@ -55,6 +55,11 @@ def fit(*settings: str) -> list[str]:
     return ["fit", "empty.yaml", *(text for setting in settings for text in ("--set", setting))]
 
 
+def own(name: str) -> list[str]:
+    """A model by its import path, whose weights are taken as they come."""
+    return fit(f"model.name={name}", "model.train_epochs=0")
+
+
 MINE = """
 import torch
 
@@ -136,7 +141,7 @@ class sums(Linear):
         (fit("model.name=lenett"), "There is no model 'lenett'; did you mean 'lenet'?"),
         (fit("model.name=lenet"), "'lenet' expects square images with sides of at least 12"),
         (fit("model.name=cifar_resnet20"), "expects square images with 3 channels"),
-        (fit("model.name=no_such_module:make"), "Cannot import the model 'no_such_module:make'"),
+        (own("no_such_module:make"), "Cannot import the model 'no_such_module:make'"),
         (fit("model.arguments={size: 3}"), "model.arguments do not suit 'cnn'"),
         (
             fit("model.name=mlp", "model.arguments={width: 0}"),
@@ -148,15 +153,19 @@ class sums(Linear):
         ),
         (fit("model.name=resnet18", "model.arguments={weights: nope}"), "do not suit 'resnet18' (KeyError: 'nope')."),
         (fit("model.name=alexnet"), "'alexnet' cannot be used with inputs of shape (1, 8, 8) (RuntimeError: "),
-        (fit("model.name=mine_cli:fails"), "with model.arguments {} (ValueError: no such width)."),
+        (own("mine_cli:fails"), "with model.arguments {} (ValueError: no such width)."),
         (
-            fit("model.name=mine_cli:asserts"),
+            own("mine_cli:asserts"),
             "cannot be used with inputs of shape (1, 8, 8) (AssertionError: too small)",
         ),
-        (fit("model.name=mine_cli:detaches"), "shape (1, 8, 8) (RuntimeError: element 0 of tensors does not require"),
-        (fit("model.name=mine_cli:sums"), "two inputs are expected to have two rows of outputs, but have 1)."),
-        (fit("model.name=broken_cli:make"), "Cannot import the model 'broken_cli:make'; install it, or run where it"),
-        (fit("model.name=mine_cli:absent"), "Cannot find the model 'mine_cli:absent': 'mine_cli' has no 'absent'."),
+        (own("mine_cli:detaches"), "shape (1, 8, 8) (RuntimeError: element 0 of tensors does not require"),
+        (own("mine_cli:sums"), "two inputs are expected to have two rows of outputs, but have 1)."),
+        (own("broken_cli:make"), "Cannot import the model 'broken_cli:make'; install it, or run where it"),
+        (own("mine_cli:absent"), "Cannot find the model 'mine_cli:absent': 'mine_cli' has no 'absent'."),
+        (
+            fit("model.name=mine_cli:Linear"),
+            "model.train_epochs must be set for 'mine_cli:Linear' without a checkpoint; got null. Try 50 to train",
+        ),
         (fit("model.checkpoint=no.safetensors"), "There is no checkpoint at 'no.safetensors'"),
         (fit("model.checkpoint=figure.png"), "'figure.png' is"),
         (fit("model.checkpoint=other.safetensors"), "is a checkpoint of another architecture than 'cnn': it lacks"),
@@ -170,6 +179,12 @@ class sums(Linear):
         (["evaluate", "flat.yaml"], "'data' expects a section of settings, but got 3."),
         (["evaluate", "broken.yaml"], "'broken.yaml' is not valid YAML (line 2)"),
         (["evaluate", "figure.png"], "'figure.png' is not a text file"),
+        (["evaluate", "deep.yaml"], "'deep.yaml' must nest at most some hundred brackets; got more."),
+        (fit(f"fit.options={100_000 * '['}"), "the value of fit.options must nest at most some hundred brackets"),
+        (fit("seed=2024-13-45"), "not valid YAML: it holds a value that cannot be read (month must"),
+        (fit(f"seed={5000 * '1'}"), "not valid YAML: it holds a value that cannot be read (Exceeds"),
+        (fit(f"seed=0x{5000 * 'f'}"), "seed expects a whole number of at most 4294967295, but got a number of"),
+        (["evaluate", "aliases.yaml"], "but got [[[[...], [...], [...], [...], [...], [...], ...], [[...], [...], "),
         (["fit", "empty.yaml", "--output-dir", "list.yaml/runs"], "Cannot write to the folder 'list.yaml/runs'"),
         (["fit", "empty.yaml", "--output-dir", ""], "output_dir expects the name of a folder, but got an empty text."),
         (["demo", "--set", "sed=1"], "There is no setting 'sed'; did you mean 'seed'?"),
@@ -188,6 +203,9 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
     (tmp_path / "list.yaml").write_text("- 1\n- 2\n")
     (tmp_path / "flat.yaml").write_text("data: 3\n")
     (tmp_path / "broken.yaml").write_text("seed: 1\ndevice: a: b\n")
+    (tmp_path / "deep.yaml").write_text("fit: " + 100_000 * "[")
+    aliases = "".join(f"    x{i + 1}: &x{i + 1} [{', '.join(10 * [f'*x{i}'])}]\n" for i in range(9))
+    (tmp_path / "aliases.yaml").write_text(f"fit:\n  options:\n    x: &x0 [1]\n{aliases}  num_actions: *x9\n")
     (tmp_path / "figure.png").write_bytes(b"\x89PNG\xff\xfe")
     save_file({"weight": torch.zeros(2)}, tmp_path / "other.safetensors")
     save_file(models.cnn(20, (1, 8, 8)).state_dict(), tmp_path / "twenty.safetensors")
@@ -242,7 +260,7 @@ def test_a_model_with_another_number_of_classes_is_refused(tmp_path: Path, capsy
     (tmp_path / "made_here.py").write_text(
         "import torch\ndef net():\n    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 7))\n"
     )
-    code, error = outcome(fit("model.name=made_here:net"), capsys)
+    code, error = outcome(own("made_here:net"), capsys)
     assert code == 2
     assert "expected to have 10 outputs, one for each class of the data, but has 7." in error
 
@@ -454,9 +472,10 @@ def test_a_benchmark_is_found_from_inside_the_checkout(
     for module in ("benchmarks", "benchmarks.apples", "benchmarks.shared"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     assert cli.main(["bench", "apples", "--quick", "--json", "out.json"]) == 0
-    assert capsys.readouterr().out == "apples ['--quick', '--json', 'out.json']\n"
+    heading = "apples: Counts apples.\n"  # said before the benchmark's imports, which take seconds
+    assert capsys.readouterr().out == f"{heading}apples ['--quick', '--json', 'out.json']\n"
     assert cli.main(["bench", "apples"]) == 0
-    assert capsys.readouterr().out == "apples []\n"
+    assert capsys.readouterr().out == f"{heading}apples []\n"
     code, error = outcome(["bench", "pears"], capsys)
     assert code == 2 and "There is no benchmark 'pears'; there are: apples." in error
 

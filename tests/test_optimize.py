@@ -192,7 +192,7 @@ def test_an_interrupt_between_fits_keeps_the_last_and_one_before_any_changes_not
     assert gp.optimization_ is None and gp.kernels[0].hyperparameters()["lengthscale"].item() == 0.5
     monkeypatch.setattr("ntk_iterncgp.hyperparameters.climb", interrupt)
     assert gp.optimize(X, y).optimization_ is not None and gp.optimization_.status == "interrupted"
-    assert gp.report_.status == "converged"
+    assert gp.report_.status in ("converged", "exhausted")
 
 
 def test_wrong_requests_are_refused_before_any_fit() -> None:

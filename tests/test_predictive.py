@@ -1,7 +1,9 @@
 """From a latent Gaussian to predictions: every link against brute force, intervals against their quantiles."""
 
 import math
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch.distributions import Normal
 
 from ntk_iterncgp.likelihoods import Bernoulli, Gaussian, Likelihood, Poisson, Softmax
 from ntk_iterncgp.posterior import standard_normal_quantile
-from ntk_iterncgp.predictive import LINKS, credible_interval, expected_response
+from ntk_iterncgp.predictive import LINKS, classification_uncertainty, credible_interval, expected_response
 
 NUM_DRAWS = 1_000_000
 ONE_OUTPUT = [Gaussian(0.1), Bernoulli(), Poisson()]
@@ -55,6 +57,70 @@ def test_quadrature_agrees_with_a_million_draws_for_softmax_with_correlated_clas
     for i in range(2):
         expected, error = brute_force(Softmax(4), mean[i], root[i])
         close(actual[i], expected, atol=float(5 * error.max()) + 1e-3)
+
+
+def on_a_line(function: Callable[[Tensor], Tensor], mean: float, deviation: float) -> float:
+    """E[function(f)] for one latent value, by 40 Gauss–Legendre points on each of a thousand pieces."""
+    in_z = np.linspace(-13, 13, 400)
+    in_f = (np.linspace(-60, 60, 601) - mean) / deviation
+    cuts = np.unique(np.clip(np.concatenate([in_z, in_f]), -13, 13))
+    nodes, weights = np.polynomial.legendre.leggauss(40)
+    half, centre = np.diff(cuts)[:, None] / 2, (cuts[1:] + cuts[:-1])[:, None] / 2
+    z = torch.as_tensor(centre + half * nodes)
+    density = torch.as_tensor(half * weights) * torch.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)
+    return float((density * function(mean + deviation * z)).sum())
+
+
+def as_two_classes(mean: float, deviation: float) -> tuple[Tensor, Tensor]:
+    """Two correlated logits whose difference has this mean and standard deviation."""
+    correlation = 0.6
+    each = deviation**2 / (2 * (1 - correlation))
+    covariance = each * torch.tensor([[[1.0, correlation], [correlation, 1.0]]], dtype=torch.float64)
+    return torch.tensor([[mean + 0.7, 0.7]], dtype=torch.float64), covariance
+
+
+@pytest.mark.parametrize("mean", [0.0, 0.25, -2.0, 7.0, -30.0, 100.0, -1000.0])
+@pytest.mark.parametrize("deviation", [0.01, 0.3, 1.0, 3.0, 10.0, 60.0, 300.0, 1000.0])
+def test_quadrature_on_a_line_is_right_however_broad_the_posterior_is(deviation: float, mean: float) -> None:
+    """64 Gauss–Hermite points were off by .045 at a standard deviation of 60."""
+    probability, score = (on_a_line(h, mean, deviation) for h in (torch.sigmoid, torch.nn.functional.logsigmoid))
+    one = torch.tensor([[mean]], dtype=torch.float64), torch.tensor([[[deviation**2]]], dtype=torch.float64)
+    two = as_two_classes(mean, deviation)
+    assert float(expected_response(Bernoulli(), *one, link="quadrature")) == pytest.approx(probability, abs=1e-9)
+    found = expected_response(Softmax(2), *two, link="quadrature")[0]
+    assert found.tolist() == pytest.approx([probability, 1 - probability], abs=1e-9)
+    single = expected_response(Softmax(2), *(t.float() for t in two), link="quadrature")[0]
+    assert single.tolist() == pytest.approx([probability, 1 - probability], abs=1e-5 + 1e-6 * abs(mean) / deviation)
+    label = torch.ones(1, dtype=torch.float64)
+    assert float(Bernoulli().expected_log_prob(*one, label)) == pytest.approx(score, rel=1e-9, abs=1e-9)
+    assert float(Softmax(2).expected_log_prob(*two, label.long() - 1)) == pytest.approx(score, rel=1e-9, abs=1e-9)
+    entropy = on_a_line(lambda f: binary_entropy(f), mean, deviation)
+    uncertain = classification_uncertainty(*two)
+    assert float(uncertain.aleatoric) == pytest.approx(entropy, abs=1e-9)
+    assert float(uncertain.entropy) == pytest.approx(float(torch.special.entr(found).sum()), abs=1e-9)
+
+
+def binary_entropy(f: Tensor) -> Tensor:
+    return sum((torch.sigmoid(s * f) * -torch.nn.functional.logsigmoid(s * f) for s in (1, -1)), torch.zeros(()))
+
+
+@pytest.mark.parametrize("num_samples", [1, 16, 100_000])
+def test_on_a_line_the_number_of_points_is_not_the_callers_to_choose(num_samples: int) -> None:
+    mean, covariance = as_two_classes(7.0, 60.0)
+    expected = expected_response(Softmax(2), mean, covariance, link="quadrature")
+    assert torch.equal(
+        expected_response(Softmax(2), mean, covariance, link="quadrature", num_samples=num_samples), expected
+    )
+
+
+@pytest.mark.parametrize("scale", [0.1, 30.0])
+def test_quadrature_on_a_line_is_differentiable_in_mean_and_variance(scale: float) -> None:
+    mean, variance = draw(4, 1).requires_grad_(), (scale * draw(4, 1, 1, seed=1).square()).requires_grad_()
+
+    def total(mean: Tensor, variance: Tensor) -> Tensor:
+        return expected_response(Bernoulli(), mean, variance, link="quadrature")
+
+    assert torch.autograd.gradcheck(total, (mean, variance), eps=1e-5, atol=1e-7)
 
 
 def test_quadrature_uses_the_whole_covariance_where_probit_sees_the_diagonal() -> None:

@@ -18,6 +18,7 @@ MAX_LINES = 600  # files are cut by idea; ruff limits how complex a function may
 # Rooms from the foundations up. A room may import from lines above its own, and from itself.
 ORDER = [
     {"parallel", "threads", "files", "digests", "precision", "frozen", "inputs"},
+    {"locks"},
     {"checkpoint", "order", "interrupt", "memory", "orthonormal"},
     {"kept", "repeatability"},
     {"data"},
@@ -33,7 +34,7 @@ ORDER = [
     {"network"},
     {"tuning", "hyperparameters", "gp_checks", "gp_saving"},
     {"gp", "laplace_addon"},
-    {"settings"},
+    {"settings", "reporting"},
     {"config"},
     {"datasets", "models"},
     {"evaluation"},

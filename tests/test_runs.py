@@ -71,7 +71,7 @@ def test_a_run_leaves_its_results_and_nothing_half_done(run: Path) -> None:
     log = (run / "run.log").read_text(encoding="utf-8")
     assert "No checkpoint was given (model.checkpoint), so it is trained here for 6 epochs." in log
     assert "Posterior of an earlier fit with these settings" in log  # evaluate does not fit again
-    assert re.search(r"Prior precision \S+, by the NLL of 30 inputs held out\.", log)
+    assert re.search(r"Prior precision \S+, by the NLL of 50 inputs held out\.", log)
 
 
 def test_the_resolved_settings_repeat_the_run(run: Path) -> None:
@@ -136,7 +136,7 @@ def test_the_posterior_file_holds_tensors_and_text_alone(run: Path) -> None:
     assert header["format"] == f"{files.POSTERIOR} {files.POSTERIOR_VERSION}"
     assert header["about"]["class_names"] == [str(c) for c in range(10)]
     short = json.loads((run / "posterior.json").read_text(encoding="utf-8"))
-    assert short["num_data"] == 270 and "history" not in short["report"]
+    assert short["num_data"] == 250 and "history" not in short["report"]
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from ntk_iterncgp.datasets.known import DIGIT_NAMES, KNOWN, data_root, digits, k
 from ntk_iterncgp.datasets.own import image_folders, inputs_for, user_arrays
 from ntk_iterncgp.settings import nearest
 
-__all__ = ["Data", "Scaling", "data_root", "inputs_for", "labels_of", "load"]
+__all__ = ["Data", "Scaling", "chosen_of", "data_root", "inputs_for", "labels_of", "load"]
 
 NAMES = ("digits", *KNOWN, "image_folder", "arrays")
 

@@ -31,6 +31,7 @@ from ntk_iterncgp.evaluation.valla import fit_valla
 from ntk_iterncgp.priors.jacobian import Jacobian
 from ntk_iterncgp.priors.ntk import in_parts
 from ntk_iterncgp.priors.rows import DenseRows
+from ntk_iterncgp.reporting import Progress
 
 CHUNK_BYTES = 256 * 2**20
 VALLA_BATCH = 16
@@ -45,8 +46,16 @@ class Baseline(ABC):
 
     label: ClassVar[str]
 
-    def __init__(self, model: nn.Module, loader: DataLoader, settings: EvaluateConfig, seed: int, grid: Tensor) -> None:
-        self.settings, self.grid, self.seed = settings, grid, seed
+    def __init__(
+        self,
+        model: nn.Module,
+        loader: DataLoader,
+        settings: EvaluateConfig,
+        seed: int,
+        grid: Tensor,
+        progress: Progress | None = None,
+    ) -> None:
+        self.settings, self.grid, self.seed, self.progress = settings, grid, seed, progress or Progress()
         self.seen: list[Tensor] = []
         self.outputs: list[Tensor] = []
         self.prior: list[Tensor] = []  # J Jᵀ at the inputs, where a method starts from it
@@ -89,7 +98,7 @@ class LastLayer(_InEigenbasis):
     label = "last layer (laplace-torch)"
 
     def _fit(self, model: nn.Module, loader: DataLoader) -> None:
-        la = _fitted("last_layer", "full", model, loader)
+        la = _fitted("last_layer", "full", model, self.progress.counted(loader))
         values, vectors = torch.linalg.eigh(la.H.double())
         self.basis, self.eigenvalues = vectors.to(la.H.dtype), values
         prefix, start, found = f"{la.model._last_layer_name}.", 0, []
@@ -113,7 +122,7 @@ class Exact(_InEigenbasis):
         if jacobian.num_params > self.settings.exact_limit:
             raise Unavailable(f"{jacobian.num_params:,} weights are more than evaluate.exact_limit.")
         total = torch.zeros(jacobian.num_params, jacobian.num_params, dtype=torch.float64, device=jacobian.device)
-        for rows in rows_of(jacobian, loader):
+        for rows in rows_of(jacobian, loader, self.progress):
             J = rows.jacobian.double()
             p = rows.outputs.double().softmax(1)
             root = p.sqrt()[..., None] * (J - (p[..., None] * J).sum(1, keepdim=True))  # W = CᵀC, C = √p(I − 1pᵀ)
@@ -129,7 +138,7 @@ class Ella(_InEigenbasis):
         size = min(self.settings.ella_size, len(loader.dataset))  # type: ignore[arg-type]
         la = ELLA(deepcopy(model), "classification", size, min(self.settings.ella_rank, size), seed=self.seed)
         try:
-            la.fit(loader)
+            la.fit(self.progress.counted(loader))
         except (RuntimeError, ValueError, NotImplementedError) as error:
             raise Unavailable(_line(error)) from error
         assert la.feature_gram is not None and la.dual_directions is not None
@@ -142,7 +151,7 @@ class Kfac(Baseline):
     label = "KFAC (laplace-torch)"
 
     def _fit(self, model: nn.Module, loader: DataLoader) -> None:
-        self.kron = _fitted("all", "kron", model, loader).H
+        self.kron = _fitted("all", "kron", model, self.progress.counted(loader)).H
 
     def _keep(self, rows: DenseRows) -> Tensor:  # (g, b, C, C)
         """Rotated into the eigenbasis of each factor once; then every precision is a weighting of columns."""
@@ -200,7 +209,7 @@ class SubsetOfData(_Downdating):
         size = min(self.settings.sod_size, len(loader.dataset))  # type: ignore[arg-type]
         chosen = torch.randperm(len(loader.dataset), generator=torch.Generator().manual_seed(self.seed))[:size]  # type: ignore[arg-type]
         subset = DataLoader(Subset(loader.dataset, chosen.tolist()), loader.batch_size, collate_fn=loader.collate_fn)
-        parts = list(rows_of(Jacobian(model), subset))
+        parts = list(rows_of(Jacobian(model), subset, self.progress))
         J = torch.cat([part.jacobian for part in parts]).flatten(0, 1)  # (M·C, P)
         p = torch.cat([part.outputs for part in parts]).double().softmax(1)
         # laplace-torch keeps the diagonal of W alone; where it underflows to zero, its noise is set to ten.
@@ -224,6 +233,7 @@ class Valla(_Downdating):
             num_steps=settings.valla_steps,
             batch_size=VALLA_BATCH,
             seed=self.seed,
+            progress=self.progress,
         )
         images = found.images().detach()  # with unit noise
         gamma, vectors = torch.linalg.eigh(images.double().T @ images.double())
@@ -241,14 +251,16 @@ BASELINES: dict[str, type[Baseline]] = {
 }
 
 
-def rows_of(jacobian: Jacobian, loader: DataLoader) -> Any:
+def rows_of(jacobian: Jacobian, loader: DataLoader, progress: Progress | None = None) -> Any:
     """Rows of J for each part of a loader's data."""
-    data = FixedOrderData(loader, device=jacobian.device)
+    data, progress = FixedOrderData(loader, device=jacobian.device), progress or Progress()
+    progress.start(data.num_items, "data")
     with torch.no_grad():
         for x, _ in data.batches():
             num_outputs = jacobian.forward(x[:1]).shape[1]
             for part in in_parts(jacobian, data, x, num_outputs, CHUNK_BYTES):
                 yield jacobian.rows(part, len(part))
+                progress.advance(len(part))
 
 
 def _fitted(subset: str, structure: str, model: nn.Module, loader: DataLoader) -> Any:

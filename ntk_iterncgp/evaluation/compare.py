@@ -7,28 +7,27 @@ difference of its NLL to ours gets a bootstrap interval.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
-from tqdm.auto import tqdm
 
 from ntk_iterncgp.config import EvaluateConfig, RunConfig
-from ntk_iterncgp.data import evaluating
 from ntk_iterncgp.datasets import Data
 from ntk_iterncgp.evaluation.baselines import BASELINES, Baseline, Unavailable
-from ntk_iterncgp.evaluation.crossfit import Fold, Tuned, crossfit, folds_of, nll_of
+from ntk_iterncgp.evaluation.crossfit import Fold, Tuned, coarse_places, crossfit, folds_of, nll_of
 from ntk_iterncgp.evaluation.families import Family, Latent, Ours, Tempered
 from ntk_iterncgp.evaluation.links import entropy
 from ntk_iterncgp.evaluation.metrics import ClassificationMetrics, classification_metrics
 from ntk_iterncgp.evaluation.ood import OODMetrics, ood_metrics
 from ntk_iterncgp.evaluation.stopwatch import Stopwatch
+from ntk_iterncgp.evaluation.sweep import rows_at
 from ntk_iterncgp.evaluation.uncertainty import Difference, area_under_risk_curve, bootstrap_difference
-from ntk_iterncgp.priors.jacobian import Jacobian
-from ntk_iterncgp.priors.rows import DenseRows, Rows
+from ntk_iterncgp.priors.rows import DenseRows
+from ntk_iterncgp.reporting import Progress, Say, reporting
 from ntk_iterncgp.tuning import ValidationPart
 from ntk_iterncgp.weight_posterior import WeightPosterior
 
@@ -102,24 +101,26 @@ def compare_network(
     model: nn.Module,
     data: Data,
     config: RunConfig,
-    log: Callable[[str], None],
+    log: Say,
     *,
     watch: Stopwatch | None = None,
     more: Mapping[str, WeightPosterior] | None = None,
 ) -> Comparison:
     """Ours, as fitted in `la`, beside the baselines of the settings; `more` are posteriors of `la` at other budgets."""
-    watch, grid = watch or Stopwatch(), precision_grid(config)
+    watch, grid, start = watch or Stopwatch(), precision_grid(config), float(la.prior_precision.reshape(-1)[0])
+    is_refined = la.settings.mean == "refined"  # and then has the precision of its fit, which must be on the grid
+    if is_refined:
+        grid = torch.cat([grid, torch.tensor([start], dtype=grid.dtype)]).unique()
     posteriors = {"ours": la.posterior, **(more or {})}
     loader = DataLoader(data.train, config.data.batch_size)
     baselines, unavailable = _fit_baselines(model, loader, config, grid, watch, log, all_weights=_is_dense(la))
     sets: dict[str, Dataset[Any]] = {"test": data.test, **data.ood}
     sizes = {name: len(part) for name, part in sets.items()}  # type: ignore[arg-type]
     everything: DataLoader = DataLoader(ConcatDataset(list(sets.values())), config.data.batch_size)
-    seen = list(_sweep(la, model, everything, posteriors, baselines, watch))
-    parts = {name: [part[name] for part in seen] for name in posteriors}
+    parts = _seen(la, everything, posteriors, baselines, watch, log)
     outputs = torch.cat([part.outputs for part in parts["ours"]])
     labels = torch.cat([part.targets for part in parts["ours"]])[: sizes["test"]]
-    settings, start = config.evaluate, float(la.prior_precision.reshape(-1)[0])
+    settings = config.evaluate
     families: dict[str, Family] = {}
     if "map" in settings.baselines:
         families["map"] = Tempered(outputs, torch.ones(1, dtype=torch.float64))
@@ -131,7 +132,7 @@ def compare_network(
             posterior,
             parts[name],
             la._noise_scale.detach(),
-            refined=la.settings.mean == "refined",
+            refined=is_refined,
             grid=grid,
             start=start,
             num_samples=settings.link_samples,
@@ -139,11 +140,11 @@ def compare_network(
         for name, posterior in posteriors.items()
     }
     families |= ours
-    evident = _evident(la, grid)
+    evident = ours["ours"].start if is_refined else _evident(la, grid)
     found = compare_families(
         families, labels, sizes, config, log, watch=watch, unavailable=unavailable, prior=ours["ours"], evident=evident
     )
-    found = replace(found, evidence_precision=float(grid[evident]))
+    found = replace(found, evidence_precision=None if is_refined else float(grid[evident]))
     tuned = torch.tensor([found["ours"].values[0]], dtype=torch.float64, device=la.posterior.images.device)
     return replace(found, information=la.posterior.information_captured(tuned, la._noise_scale))
 
@@ -153,7 +154,7 @@ def compare_families(
     labels: Tensor,  # of the test inputs (N,)
     sizes: Mapping[str, int],  # of the sets, the test set first
     config: RunConfig,
-    log: Callable[[str], None],
+    log: Say,
     *,
     watch: Stopwatch,
     unavailable: dict[str, str],
@@ -169,7 +170,8 @@ def compare_families(
     for name, family in families.items():
         label = names.get(name, name)
         log(f"Tuning and scoring: {label}")
-        results.append(_result(name, label, family, labels, all_folds, others, watch, evident))
+        with reporting(f"Tuning and scoring: {label}", log) as progress:
+            results.append(_result(name, label, family, labels, all_folds, others, watch, evident, progress))
         if results[-1].tuned.at_edge:
             values = " / ".join(f"{value:.3g}" for value in results[-1].values)
             log(f"  tuned to {values}, an end of the grid: at the upper one, its variance does not help here")
@@ -193,7 +195,7 @@ def _fit_baselines(
     config: RunConfig,
     grid: Tensor,
     watch: Stopwatch,
-    log: Callable[[str], None],
+    log: Say,
     *,
     all_weights: bool,
 ) -> tuple[dict[str, Baseline], dict[str, str]]:
@@ -208,8 +210,8 @@ def _fit_baselines(
             continue
         log(f"Fitting: {kind.label}")
         try:
-            with watch(f"fit {name}", memory=True):
-                fitted[name] = kind(model, loader, config.evaluate, config.seed, grid)
+            with reporting(f"Fitting: {kind.label}", log) as progress, watch(f"fit {name}", memory=True):
+                fitted[name] = kind(model, loader, config.evaluate, config.seed, grid, progress)
         except Unavailable as error:
             unavailable[kind.label] = str(error)
             log(f"  not available here: {error}")
@@ -229,38 +231,26 @@ def _is_dense(la: Any) -> bool:
     return type(la).__name__ == "IterNCGPAllLaplace"
 
 
-def _sweep(
+def _seen(
     la: Any,
-    model: nn.Module,
     loader: DataLoader,
     posteriors: Mapping[str, WeightPosterior],
     baselines: Mapping[str, Baseline],
     watch: Stopwatch,
-) -> Iterator[dict[str, ValidationPart]]:
-    """The rows of J at all inputs, shown to every method part by part."""
-    shift, device = la.mean - la.prior_mean, la._device
-    jacobian = Jacobian(model) if baselines else None
-    with evaluating(la.model), torch.no_grad():
-        for x, y in tqdm(loader, desc="Test inputs", unit="batch", leave=False, disable=None):
-            start, parts, x = 0, iter(la._rows_at(x)), x.to(device)
-            while True:
-                with watch("rows"):
-                    rows: Rows | None = next(parts, None)
-                if rows is None:
-                    break
-                stop = start + len(rows.outputs)
-                found = {}
-                for name, posterior in posteriors.items():
-                    with watch(f"see {name}"):
-                        found[name] = ValidationPart.of(rows, posterior, shift, y[start:stop])
-                yield found
-                if jacobian is not None:
-                    some: Any = rows if hasattr(rows, "jacobian") else jacobian.rows(x[start:stop], stop - start)
-                    dense = DenseRows(some.outputs, some.jacobian)  # written out once, for all
-                    for name, baseline in baselines.items():
-                        with watch(f"see {name}"):
-                            baseline.see(dense)
-                start = stop
+    log: Say,
+) -> dict[str, list[ValidationPart]]:
+    """What each posterior makes of all inputs; baselines keep what they need themselves."""
+    shift = la.mean - la.prior_mean
+    parts: dict[str, list[ValidationPart]] = {name: [] for name in posteriors}
+    rows: Any
+    for rows, y in rows_at(la, loader, log, written_out=bool(baselines), watch=watch):
+        for name, posterior in posteriors.items():
+            with watch(f"see {name}"):
+                parts[name].append(ValidationPart.of(rows, posterior, shift, y))
+        for name, baseline in baselines.items():
+            with watch(f"see {name}"):
+                baseline.see(DenseRows(rows.outputs, rows.jacobian))
+    return parts
 
 
 def _other_folds(sizes: Mapping[str, int], num_folds: int) -> dict[str, tuple[Tensor, ...]]:
@@ -282,12 +272,15 @@ def _result(
     others: Mapping[str, tuple[Tensor, ...]],
     watch: Stopwatch,
     evident: int | None,
+    progress: Progress,
 ) -> Result:
-    tuned = crossfit(family, labels, all_folds, "accurate")
+    most = len(coarse_places(len(family.grid))) + 4 * len(all_folds)  # values that are tried
+    progress.start(most * (1 + isinstance(family, Latent)), "values of its hyperparameter")
+    tuned = crossfit(family, labels, all_folds, "accurate", evaluated=progress.advance)
     p, y = tuned.probabilities.cpu(), labels[tuned.scored]
     probit = None
     if isinstance(family, Latent):
-        q = crossfit(family, labels, all_folds, "probit")
+        q = crossfit(family, labels, all_folds, "probit", evaluated=progress.advance)
         probit = classification_metrics(q.probabilities.cpu(), y)
     ood = {}
     doubt = _doubt(family, tuned, [score for _, score in all_folds])

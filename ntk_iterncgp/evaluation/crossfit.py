@@ -9,12 +9,11 @@ The criterion is the NLL. It is looked at on every fourth point of the grid, the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from ntk_iterncgp.config import ConfigError, RunConfig
 from ntk_iterncgp.evaluation.families import Family
@@ -60,8 +59,15 @@ def folds_of(config: RunConfig, num_inputs: int) -> list[Fold]:
     return folds(tuning.protocol, num_inputs, validation_size=tuning.validation_size, seed=config.seed)
 
 
-def crossfit(family: Family, labels: Tensor, all_folds: Sequence[Fold], link: str) -> Tuned:
-    """The family's predictions at all scored inputs."""
+def crossfit(
+    family: Family,
+    labels: Tensor,
+    all_folds: Sequence[Fold],
+    link: str,
+    *,
+    evaluated: Callable[[], object] = lambda: None,
+) -> Tuned:
+    """The family's predictions at all scored inputs; `evaluated` is called after each value of the hyperparameter."""
     known: dict[int, Tensor] = {}  # index of the grid -> loss of each input, in the order of `seen`
     seen = torch.cat([tune for tune, _ in all_folds]).unique()  # sorted
     place = torch.full((int(labels.shape[0]),), -1).index_put((seen,), torch.arange(len(seen)))
@@ -69,35 +75,43 @@ def crossfit(family: Family, labels: Tensor, all_folds: Sequence[Fold], link: st
     def loss(index: int, chosen: Tensor) -> float:
         if index not in known:
             known[index] = nll_of(family.probabilities(index, seen, link), labels[seen])
+            evaluated()
         return float(known[index][place[chosen]].mean())
 
     indices, parts = [], []
     for tune, score in all_folds:
-        index = family.start if len(tune) == 0 else _best(len(family.grid), lambda i, t=tune: loss(i, t))
+        is_set = len(tune) == 0 or family.is_fixed
+        index = family.start if is_set else _best(len(family.grid), lambda i, t=tune: loss(i, t))
         indices.append(index)
         parts.append(family.probabilities(index, score, link))
     scored = torch.cat([score for _, score in all_folds])
     order = scored.argsort()
     last = len(family.grid) - 1
+    ends = [i in (0, last) for i, (tune, _) in zip(indices, all_folds, strict=True) if len(tune)]
     return Tuned(
         scored=scored[order],
         probabilities=torch.cat(parts)[order],
         values=[float(family.grid[i]) for i in indices],
         indices=indices,
-        at_edge=last > 0 and any(len(tune) and i in (0, last) for i, (tune, _) in zip(indices, all_folds, strict=True)),
+        at_edge=last > 0 and not family.is_fixed and any(ends),
     )
 
 
 def nll_of(probabilities: Tensor, labels: Tensor) -> Tensor:  # (b, C), (b,) -> (b,)
     """−log p of the label, a probability of zero counting as the smallest normal number."""
-    of_label = probabilities.gather(1, labels[:, None])[:, 0]
+    of_label = probabilities.gather(1, labels[:, None].to(probabilities.device))[:, 0]
     return -of_label.clamp_min(torch.finfo(of_label.dtype).tiny).log()
+
+
+def coarse_places(size: int) -> list[int]:
+    """Where a grid is looked at first."""
+    return sorted({*range(0, size, COARSE), size - 1})
 
 
 def _best(size: int, loss: object) -> int:
     """The index of the least loss: every fourth, then the neighbours of the best, by halves."""
     assert callable(loss)
-    values = {i: loss(i) for i in tqdm({*range(0, size, COARSE), size - 1}, desc="Tuning", leave=False, disable=None)}
+    values = {i: loss(i) for i in coarse_places(size)}
     step = COARSE
     while step > 1:
         step //= 2

@@ -32,6 +32,7 @@ class Family(ABC):
 
     grid: Tensor
     start: int  # the index used where nothing is tuned
+    is_fixed: bool = False  # `start` is all there is: a refined mean of a classifier is the mode under one prior
 
     @abstractmethod
     def probabilities(self, index: int, chosen: Tensor, link: str) -> Tensor:  # (b, C)
@@ -143,6 +144,7 @@ class Ours(Latent):
     ) -> None:
         super().__init__(grid, start, num_samples)
         self.posterior, self.noise_scale, self.refined = posterior, noise_scale, refined
+        self.is_fixed = refined
         # Inputs are counted from the back where a leading dimension may hold the layers.
         self.places = {"outputs": 0, "shifted": 0, "covariance": -3, "cross": -3, "targets": 0}
         self.all = {name: torch.cat([getattr(part, name) for part in parts], at) for name, at in self.places.items()}

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 
 from ntk_iterncgp.priors.jacobian import Jacobian
 from ntk_iterncgp.priors.rows import Rows
+from ntk_iterncgp.reporting import Progress
 
 LEARNING_RATE = 0.01
 
@@ -70,7 +71,14 @@ class VariationalPosterior:
 
 
 def fit_valla(
-    jacobian: Jacobian, loader: DataLoader[Any], *, num_inducing: int, num_steps: int, batch_size: int, seed: int
+    jacobian: Jacobian,
+    loader: DataLoader[Any],
+    *,
+    num_inducing: int,
+    num_steps: int,
+    batch_size: int,
+    seed: int,
+    progress: Progress | None = None,
 ) -> VariationalPosterior:
     """Inducing inputs start as random training data, each with its own class."""
     generator, data = torch.Generator().manual_seed(seed), loader.dataset
@@ -82,6 +90,8 @@ def fit_valla(
     optimizer = torch.optim.Adam([posterior.lower, posterior.log_precision, posterior.inputs], lr=LEARNING_RATE)
     batches = DataLoader(data, min(batch_size, num_data), shuffle=True, generator=generator, collate_fn=collate)
     endless = itertools.chain.from_iterable(itertools.repeat(batches))
+    progress = progress or Progress()
+    progress.start(num_steps, "minibatches")
     for x, y in itertools.islice(endless, num_steps):
         with torch.no_grad():
             rows = jacobian.rows(x.to(jacobian.device), len(x))
@@ -89,4 +99,5 @@ def fit_valla(
         with torch.enable_grad():
             posterior.objective(rows, y.to(jacobian.device), num_data).backward()
         optimizer.step()
+        progress.advance()
     return posterior

@@ -173,7 +173,8 @@ class Deep(Kernel):
     """k(x, z) = kernel(features(x), features(z)), with a network from (N, d) to (N, p) for the features.
 
     Weights that require a gradient get one from every product. In a product the features are computed once, not once
-    for every tile. The network is used as it is: put it in eval() mode if it has dropout or batch normalisation.
+    for every tile. Where inputs have another dtype than the weights, the weights are cast for them. The network is used
+    as it is: put it in eval() mode if it has dropout or batch normalisation.
     """
 
     def __init__(self, features: nn.Module, kernel: Kernel) -> None:
@@ -204,12 +205,22 @@ class Deep(Kernel):
         return self.kernel.simplified(*(self._features(X) for X in inputs))
 
     def _features(self, X: Tensor) -> Tensor:  # (N, d) -> (N, p)
-        found: Tensor = self.features(X)
+        dtype = next((p.dtype for p in self.features.parameters()), X.dtype)
+        found: Tensor = self.features(X) if dtype == X.dtype else self._cast_features(X)
         if found.ndim != 2 or len(found) != len(X):
             raise ValueError(
                 f"Deep expects one row of features for each of the {len(X)} inputs, but its network gave "
                 f"{tuple(found.shape)}. Flatten the features of each input."
             )
+        return found
+
+    def _cast_features(self, X: Tensor) -> Tensor:
+        """By the same network with its weights in the dtype of X, which it keeps in its own."""
+        weights = {
+            name: value.to(X.dtype) if value.is_floating_point() else value
+            for name, value in (*self.features.named_parameters(), *self.features.named_buffers())
+        }
+        found: Tensor = torch.func.functional_call(self.features, weights, (X,))
         return found
 
     def _evaluate(self, X1: Tensor, X2: Tensor) -> Tensor:

@@ -133,6 +133,11 @@ class KernelMatrix:
         return 4 * torch.finfo(self._x1.dtype).eps * spread
 
     @property
+    def left_out(self) -> float:
+        """A bound on the spectral norm of what the sparse method leaves out."""
+        return 0.0 if self.choice.pattern is None else self.choice.pattern.left_out
+
+    @property
     def uses_compiled_tiles(self) -> bool:
         """Whether the formula has been compiled for the tiles of this matrix."""
         return isinstance(self._engine, FusedEngine)

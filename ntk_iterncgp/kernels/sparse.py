@@ -72,6 +72,7 @@ class Pattern:
     rows: Leaves
     columns: Leaves
     keep: Tensor  # (row leaves, column leaves), bool
+    left_out: float = 0.0  # the largest sum of a row or column of the entries that are not: no less than their norm
 
     @classmethod
     def of(cls, formula: Formula, X1: Tensor, X2: Tensor, tolerance: float) -> Pattern:
@@ -90,7 +91,10 @@ class Pattern:
 
         bound = formula.at(squared)
         largest = formula.at(lambda lengthscale: torch.zeros((), dtype=torch.float64, device=bound.device))
-        return cls(rows, columns, bound > tolerance * largest)
+        keep = bound > tolerance * largest
+        rest = torch.where(keep, 0.0, bound)
+        left_out = max(float((rest @ columns.sizes).max()), float((rows.sizes @ rest).max()))
+        return cls(rows, columns, keep, left_out)
 
     @property
     def share(self) -> float:

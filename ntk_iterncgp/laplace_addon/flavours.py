@@ -177,6 +177,10 @@ class IterNCGPLastLayerLaplace(CheckedHyperparameters, IterNCGPLaplace):
                     "layer (last_layer_name)."
                 )
             features, targets = map(torch.cat, zip(*data.each_batch(lambda x, y: (self._features(x), y)), strict=True))
+        if len(targets) != len(features):
+            raise ValueError(
+                f"Expected one target for each of the {len(features)} training inputs, but got {len(targets)}."
+            )
         cached = DataLoader(TensorDataset(features, targets), len(outputs))  # which can be visited group by group
         return jacobian, FixedOrderData(cached, device=self._device)
 

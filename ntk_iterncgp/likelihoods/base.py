@@ -19,7 +19,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ntk_iterncgp.likelihoods.quadrature import covariance_root, normal_points
+from ntk_iterncgp.likelihoods.quadrature import gaussian_points
 
 CURVATURE_FLOOR = 1e-10
 """Probabilities and rates are held at or above this, in W and W⁺ alike, for a prior variance of at most one.
@@ -34,11 +34,15 @@ ANY_VARIANCE = 1e20
 actions by what they divide by, and who may be asked about any prior afterwards."""
 
 
+EXPECTATION_POINTS = 256  # of a latent Gaussian with more than one contrast
+
+
 class Likelihood(ABC):
     """An observation model. `latent` is (N, C), `block` is (N, C, k); any subset of the data may be passed."""
 
     num_outputs: int = 1
     is_quadratic: bool = False  # log p is quadratic in f: a single Newton step is exact
+    has_exact_response: bool = False  # expected_response is a closed form, not an approximation
     curvature_floor: float = CURVATURE_FLOOR
 
     def for_prior_variance(self, variance: float) -> Self:
@@ -83,10 +87,10 @@ class Likelihood(ABC):
         self, mean: Tensor, covariance: Tensor, targets: Tensor
     ) -> Tensor:  # (N, C), (N, C, C) -> (N,)
         """E[log p(y | f)] for f ~ N(mean, covariance), by fixed points unless there is a closed form."""
-        points, weights = normal_points(self.num_outputs, 256, mean.device)
-        root, total = covariance_root(covariance), torch.zeros(len(mean), dtype=mean.dtype, device=mean.device)
-        for point, weight in zip(points, weights, strict=True):
-            total += weight * self.log_prob(mean + root @ point, targets)
+        root, points, weights = gaussian_points(mean, covariance, self.contrasts(mean.device), EXPECTATION_POINTS)
+        total = mean.new_zeros(len(mean))
+        for point, weight in zip(points.unbind(1), weights.unbind(1), strict=True):  # (b or 1, r), (b or 1,)
+            total = total + weight * self.log_prob(mean + (root @ point[..., None])[..., 0], targets)
         return total
 
     def project(self, block: Tensor) -> Tensor:  # (N, C, k) -> (N, C, k)

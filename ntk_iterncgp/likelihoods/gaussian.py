@@ -13,6 +13,7 @@ class Gaussian(Likelihood):
     """Independent Gaussian noise of variance `noise` on each of `num_outputs` outputs."""
 
     is_quadratic = True
+    has_exact_response = True
 
     def __init__(self, noise: float, num_outputs: int = 1) -> None:
         if not (math.isfinite(noise) and noise > 0):

@@ -11,6 +11,8 @@ from ntk_iterncgp.likelihoods.base import Likelihood, one_dimensional, require
 class Poisson(Likelihood):
     """One latent function, the logarithm of the rate."""
 
+    has_exact_response = True
+
     def __repr__(self) -> str:
         return "Poisson()"
 

@@ -54,7 +54,7 @@ from ntk_iterncgp.network.passes import (
     same_datum,
 )
 from ntk_iterncgp.priors.jacobian import NetworkJacobian
-from ntk_iterncgp.weight_posterior import SLICE_ROWS, inner_products
+from ntk_iterncgp.weight_posterior import inner_products, rows_at_once
 
 PRODUCTS_AT_ONCE = 2**16  # between directions of the same data, of which there may be more than data
 
@@ -260,7 +260,8 @@ class Clusters:
         and combinations of groups have theirs however small they are."""
         found, blocks = self._actions(), []
         for done, best in zip(self.passes, found.combinations, strict=True):
-            lengths = sum(part.double().square().sum(1) for part in done.images.split(SLICE_ROWS, 1))
+            parts = done.images.split(rows_at_once(len(done.images)), 1)
+            lengths = sum(part.double().square().sum(1) for part in parts)
             assert isinstance(lengths, Tensor)
             blocks.append(lengths.diag() if best is None else best.T @ (lengths[:, None] * best))
         return torch.block_diag(*blocks)[found.kept][:, found.kept]
@@ -358,5 +359,8 @@ class Clusters:
 
 def _products(coefficients: Tensor, images: Tensor) -> Tensor:  # (actions, groups), (groups, P) -> (actions, P)
     """Summed in float64, some weights at a time."""
-    parts = (coefficients @ part.double() for part in images.split(SLICE_ROWS, 1))
-    return torch.cat([part.to(images.dtype) for part in parts], 1)
+    combined = images.new_empty(len(coefficients), images.shape[1])
+    step = rows_at_once(len(images))
+    for part, found in zip(images.split(step, 1), combined.split(step, 1), strict=True):
+        found.copy_(coefficients @ part.double())
+    return combined

@@ -19,9 +19,10 @@ from ntk_iterncgp.network.passes import epochs_of
 from ntk_iterncgp.network.plan import Plan, image_bytes, number_bytes
 from ntk_iterncgp.network.timing import fit_seconds, prediction_seconds, row_seconds
 from ntk_iterncgp.priors.jacobian import JVP_COLUMNS, Jacobian, NetworkJacobian
+from ntk_iterncgp.weight_posterior import SLICE_BYTES
 
 KEEP_BYTES = 2**30
-WORKSPACE_BYTES = 64 * 2**20  # what PyTorch takes beside the arrays counted here
+WORKSPACE_BYTES = 64 * 2**20 + 3 * SLICE_BYTES  # what PyTorch takes beside the arrays counted here
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,7 @@ def checked_targets(likelihood: Likelihood, outputs: Tensor, targets: Tensor) ->
 def advice_after(status: str) -> str:
     """What to do next."""
     if status == Status.EXHAUSTED:
-        return "There is no new action: all that the data say has been used."
+        return "There is no new action beyond rounding. information_captured says how much of the data has been used."
     if status == Status.NEWTON_STEPS:
         return "The mean had not converged when the Newton steps ran out. Use more actions per step."
     return "refine(train_loader, epochs=…) contracts the variance further."

@@ -28,7 +28,10 @@ class Meter:
             posterior = posterior.leading(last.num_kept)
         try:
             information = posterior.information_captured(self.network.prior_precision, self.network.noise_scale)
-        except torch.linalg.LinAlgError:  # of images that are no numbers; the self-check mends or refuses them
+        except (
+            torch.linalg.LinAlgError,
+            ArithmeticError,
+        ):  # of images that are no numbers; the self-check mends or refuses them
             information = math.nan
         progress.history.append(
             Record(

@@ -83,6 +83,13 @@ class Prior(ABC):
         """At how many data a run may be checked, if so many are wanted: fewer where asking about one is dear."""
         return wanted
 
+    def product_error(self, gram: Tensor) -> float:  # SᵀKS (B, B)
+        """How far SᵀKS may be off for orthonormal S, in the spectral norm: what the rounding of products amounts to.
+
+        A prior that knows a number for all actions gives that one, so that no action raises the noise of another.
+        """
+        return torch.finfo(self.dtype).eps * float(torch.linalg.matrix_norm(gram, torch.inf)) if gram.numel() else 0.0
+
     @property
     def product_tolerance(self) -> float:
         """How far entries of K may be off in a product, beyond the rounding of sums, as a share of k(x, x)."""

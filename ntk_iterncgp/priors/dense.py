@@ -7,6 +7,7 @@ be correlated in any way, as they are for a network.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -54,6 +55,13 @@ class DensePrior(Prior):
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         data = self.share.mine
         yield data, self._blocks_of(torch.arange(data.start, data.stop, device=self.device)).double()
+
+    def product_error(self, gram: Tensor) -> float:
+        return self._error
+
+    @cached_property
+    def _error(self) -> float:
+        return torch.finfo(self.dtype).eps * float(torch.linalg.matrix_norm(self._covariance.double(), torch.inf))
 
     def pick(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield rows, rows

@@ -6,6 +6,10 @@ With one kernel for all outputs a product is a single k(X, X) @ (N, C).
 Several processes share the work of a product by tiles, each of which serves twice since k(X, X) is symmetric, and sum
 what they have; on GPUs by rows, where products do not know of symmetry. Either way the rows of the new actions are
 gathered, and of them and their images each process keeps its own rows.
+
+Products are computed in the dtype of the inputs, and how far that is from exact is measured (`product_error`), not
+assumed. All else is computed in float64, whatever the dtype: float32 numbers are float64 numbers too, and a variance is
+a small difference of k(x, x) and what the actions explain of it.
 """
 
 from __future__ import annotations
@@ -25,12 +29,14 @@ from ntk_iterncgp.parallel import Share
 from ntk_iterncgp.priors.base import AtInputs, Prior
 
 FEW_BYTES = 4 * 2**20  # of k(x, X), below which it is written out
+MEASURED_ROWS = 32  # of k(X, X), by which the error of products is measured
 
 
 class GramPrior(Prior):
     """`kernels` holds one kernel (shared by the outputs) or C; `mean` is one constant per output.
 
     `method` and `tolerance` are those of `KernelMatrix`. `share` is that of this process unless another one is given.
+    `data_dtype` is the dtype in which the inputs were given, where they are computed with in another one.
     """
 
     def __init__(
@@ -43,12 +49,14 @@ class GramPrior(Prior):
         method: str = "auto",
         tolerance: float | None = None,
         share: Share | None = None,
+        data_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(share or Share.even(len(inputs)))
         self.kernels, self.inputs, self.chunk_bytes = list(kernels), inputs, chunk_bytes
         self.method, self.tolerance = method, tolerance
         self.num_data, self.num_outputs = inputs.shape[0], mean.shape[0]
         self.dtype, self.device = inputs.dtype, inputs.device
+        self.data_dtype = data_dtype or inputs.dtype
         self.shares_kernel = len(self.kernels) == 1
         self._mean = mean.double().to(inputs.device)  # (C,)
         self._own_inputs = self.share.take(inputs)
@@ -97,7 +105,8 @@ class GramPrior(Prior):
             return KroneckerColumns(DenseColumns.of(product, 1, self.share), actions.contrasts)
         assert isinstance(actions, DenseColumns)
         self.num_products += actions.size
-        product = self._own_rows(self._product(self.matrices, actions.whole().matrix))
+        per_output = actions.whole().matrix.unflatten(0, (-1, self.num_outputs))  # (N, C, B)
+        product = self._own_rows(self._product(self.matrices, per_output))
         return DenseColumns.of(product.flatten(0, 1), self.num_outputs, self.share)
 
     def _own_rows(self, product: Tensor) -> Tensor:
@@ -112,13 +121,11 @@ class GramPrior(Prior):
         return images
 
     def at(self, x: Tensor, buffer: Buffer, *, joint: bool = False) -> AtInputs:
-        if isinstance(buffer.actions, KroneckerColumns):
-            factor = buffer.actions.factor.matrix
-            block = self.share.sum((self._matrices_at(x)[0] @ factor).double())
-            cross = torch.einsum("bi,cj->bcij", block, buffer.actions.contrasts).flatten(2)
-        else:
-            assert isinstance(buffer.actions, DenseColumns)
-            cross = self.share.sum(self._cross(x, buffer.actions).double())
+        x, actions = x.to(self._exact_dtype), buffer.actions
+        cross = self._cross(x, actions.factor) if self.dtype == torch.float64 else self._exact_cross(x, actions.factor)
+        cross = self.share.sum(cross)  # (b, C, B), or (b, 1, r) of U ⊗ H
+        if isinstance(actions, KroneckerColumns):
+            cross = torch.einsum("bi,cj->bcij", cross[:, 0], actions.contrasts).flatten(2)
         covariance = self._joint_covariance(x) if joint else self.blocks_of(x)
         return AtInputs(self._mean.expand(len(x), -1), cross, covariance)
 
@@ -131,6 +138,31 @@ class GramPrior(Prior):
     def pick(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield rows, self.inputs[rows]
 
+    def product_error(self, gram: Tensor) -> float:
+        return self._measured_error
+
+    @cached_property
+    def _measured_error(self) -> float:
+        """‖K̃ − K‖ from some of its rows, of all N with the same probability, beside the exact ones: √(N/m) times the
+        norm of the part is on average no less than that of the whole. To it come the rounding of sums, and that of a
+        close pair of points, of which there may be too few to be met."""
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randperm(self.num_data, generator=generator)[:MEASURED_ROWS].to(self.device)
+        x, error = self.inputs[rows], torch.zeros((), dtype=torch.float64, device=self.device)
+        unit = torch.eye(len(x), dtype=self.dtype, device=self.device)
+        for kernel, matrix in zip(self.kernels, self.matrices, strict=True):
+            outer, sums = torch.zeros_like(unit, dtype=torch.float64), error.new_zeros(len(x))
+            for part in self.inputs.split(max(1, self.chunk_bytes // (64 * len(x)))):
+                exact = self._exactly(kernel, part, x)  # (part, m)
+                off = self._matrix(kernel, part, x, matrix.method) @ unit - exact
+                outer += off.T @ off
+                sums += exact.abs().sum(0)
+            norm = torch.linalg.matrix_norm(outer, 2).sqrt() * (self.num_data / len(x)) ** 0.5
+            pair = matrix.rounding_of_points * float(self._exactly(kernel, x[:1], x[:1]))
+            total = norm + torch.finfo(self.dtype).eps * sums.max() + pair + matrix.left_out
+            error = torch.maximum(error, total)
+        return float(error if self.share.is_whole else parallel.from_main(error))
+
     @property
     def product_tolerance(self) -> float:
         rounding = max(matrix.rounding_of_points for matrix in self.matrices)
@@ -140,6 +172,7 @@ class GramPrior(Prior):
 
     def blocks_of(self, x: Tensor) -> Tensor:  # (b, C, C)
         """k(x, x) at each input, in float64."""
+        x = x.to(self._exact_dtype)
         variances = torch.stack([kernel.diagonal(x) for kernel in self.kernels], 1).double()
         return torch.diag_embed(variances.expand(-1, self.num_outputs))
 
@@ -147,7 +180,7 @@ class GramPrior(Prior):
         C = self.num_outputs
         full = torch.zeros(len(x), C, len(x), C, dtype=torch.float64, device=x.device)
         for c, kernel in enumerate(self._per_output):
-            full[:, c, :, c] = kernel(x, x).double()
+            full[:, c, :, c] = self._exactly(kernel, x, x)
         return full.reshape(len(x) * C, len(x) * C)
 
     @property
@@ -158,16 +191,45 @@ class GramPrior(Prior):
         """k(x, X) S. Where k(x, X) is small it is written out once and meets the columns as they lie in memory: a
         product with all of them would first copy S, which is most of what a run holds."""
         if len(x) * len(self._own_inputs) * x.element_size() > min(FEW_BYTES, self.chunk_bytes):
-            return self._product(self._matrices_at(x), actions.matrix)
+            return self._product(self._matrices_at(x), actions.matrix.unflatten(0, (-1, actions.num_outputs)))
         written_out = [kernel(x, self._own_inputs) for kernel in self.kernels]
-        columns = actions.storage[: actions.size].unflatten(1, (-1, self.num_outputs))  # (B, N, C)
+        columns = actions.storage[: actions.size].unflatten(1, (-1, actions.num_outputs))  # (B, N, C)
         if self.shares_kernel:
             return (written_out[0] @ columns).permute(1, 2, 0)
         return torch.stack([k @ columns[:, :, c].T for c, k in enumerate(written_out)], 1)
 
-    def _product(self, matrices: list[KernelMatrix], block: Tensor) -> Tensor:  # (b, N), (n, B) -> (b, C, B)
+    def _exact_cross(self, x: Tensor, actions: DenseColumns) -> Tensor:  # (b, C, B)
+        """The same in float64 where inputs and actions are not: some data at a time, as both are copied."""
+        cross = torch.zeros(len(x), actions.num_outputs, actions.size, dtype=torch.float64, device=x.device)
+        for data in actions.slices():
+            points, rows = self.inputs[data].to(x.dtype), actions.rows(data).to(x.dtype)
+            matrices = [self._matrix(kernel, x, points, "plain") for kernel in self.kernels]
+            cross = cross + self._product(matrices, rows)
+        return cross
+
+    def _exactly(self, kernel: Kernel, x: Tensor, z: Tensor) -> Tensor:
+        """k(x, z) in float64."""
+        return kernel(x.to(self._exact_dtype), z.to(self._exact_dtype)).double()
+
+    @cached_property
+    def _exact_dtype(self) -> torch.dtype:
+        """float64, unless a kernel of the user's own computes in nothing but the dtype of the inputs."""
+        return working_dtype(self.kernels, self.inputs)
+
+    def _product(self, matrices: list[KernelMatrix], per_output: Tensor) -> Tensor:  # (b, N), (N, C, B) -> (b, C, B)
         """k(x, X) S for dense actions, each output under its own kernel."""
-        per_output = block.unflatten(0, (-1, self.num_outputs))  # (N, C, B)
         if self.shares_kernel:
             return (matrices[0] @ per_output.flatten(1)).unflatten(1, per_output.shape[1:])
         return torch.stack([matrix @ per_output[:, c] for c, matrix in enumerate(matrices)], 1)
+
+
+@torch.no_grad()
+def working_dtype(kernels: Sequence[Kernel], inputs: Tensor) -> torch.dtype:
+    """float64, or the dtype of the inputs where a kernel refuses another: one with a float32 network inside, say."""
+    first = inputs[:1].double()
+    try:
+        for kernel in kernels:
+            kernel(first, first)
+    except (RuntimeError, TypeError):
+        return inputs.dtype
+    return torch.float64

@@ -9,13 +9,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from ntk_iterncgp import parallel
-from ntk_iterncgp.config import ConfigError
-from ntk_iterncgp.files import text_writer, write_atomically
-from ntk_iterncgp.reproduce.outcome import Outcome
 from ntk_iterncgp.reproduce.settings import Settings, as_yaml, assignment, load
+from ntk_iterncgp.settings import ConfigError
+
+if TYPE_CHECKING:
+    from ntk_iterncgp.reproduce.outcome import Outcome
 
 USER_ERROR = 2
 INTERRUPTED = 130
@@ -40,8 +40,6 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str]) -> int:
     """Run one experiment; returns the exit code. A user's mistake is one sentence on stderr and exit code 2."""
     arguments = _parser().parse_args(argv)
-    if parallel.launched_rank() is not None:
-        raise ConfigError("Several processes can 'fit' together, but not 'reproduce': start one of them.")
     try:
         return _run(arguments)
     except ConfigError as error:
@@ -75,10 +73,20 @@ def _parser() -> _Parser:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    print(f"{arguments.name}: {EXPERIMENTS[arguments.name]}", flush=True)  # before imports that take seconds
     module = experiment(arguments.name)
+    from ntk_iterncgp.locks import FolderLock
+
     settings = load(module.SETTINGS, quick=arguments.quick, path=arguments.config, changes=_changes(arguments, module))
     folder = _writable(Path(arguments.output_dir or f"runs/paper/{arguments.name}"))
-    print(f"{arguments.name}: {_listed(settings)}", flush=True)
+    with FolderLock(folder, f"ntk-iterncgp reproduce {arguments.name}"):
+        return _run_in(folder, arguments, module, settings)
+
+
+def _run_in(folder: Path, arguments: argparse.Namespace, module: Any, settings: Settings) -> int:
+    from ntk_iterncgp.files import text_writer, write_atomically
+
+    print(f"Settings: {_listed(settings)}", flush=True)
     started = time.perf_counter()
     outcome: Outcome = module.run(settings)
     for claim in outcome.claims:

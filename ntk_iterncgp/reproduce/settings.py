@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 
-from ntk_iterncgp.settings import ConfigError, nearest, parsed, read_settings, typed_value
+from ntk_iterncgp.settings import ConfigError, nearest, parsed, read_settings, shown, typed_value
 
 
 @dataclass(frozen=True)
@@ -68,17 +68,17 @@ def assignment(text: str) -> tuple[str, Any]:
 def _checked(name: str, value: Any, hint: Any) -> Any:
     if get_origin(hint) is tuple:
         if isinstance(value, str) or not isinstance(value, (list, tuple)) or not value:
-            raise ConfigError(f"{name} expects a list such as [1, 2], but got {value!r}.")
+            raise ConfigError(f"{name} expects a list such as [1, 2], but got {shown(value)}.")
         return tuple(_checked(name, item, get_args(hint)[0]) for item in value)
     if hint is bool:
         if not isinstance(value, bool):
-            raise ConfigError(f"{name} expects true or false, but got {value!r}.")
+            raise ConfigError(f"{name} expects true or false, but got {shown(value)}.")
         return value
     value = typed_value(name, value, hint)
     if name.endswith("_tol") and not 0 <= value < 1:
-        raise ConfigError(f"{name} expects a share from 0 to below 1, but got {value!r}.")
+        raise ConfigError(f"{name} expects a share from 0 to below 1, but got {shown(value)}.")
     if isinstance(value, int) and value < LEAST.get(name, name not in MAY_BE_ZERO):
-        raise ConfigError(f"{name} expects a whole number of at least {LEAST.get(name, 1)}, but got {value!r}.")
+        raise ConfigError(f"{name} expects a whole number of at least {LEAST.get(name, 1)}, but got {shown(value)}.")
     if isinstance(value, float) and (not 0 <= value < float("inf") or (value == 0 and name not in MAY_BE_ZERO)):
-        raise ConfigError(f"{name} expects a finite number above 0, but got {value!r}.")
+        raise ConfigError(f"{name} expects a finite number above 0, but got {shown(value)}.")
     return value

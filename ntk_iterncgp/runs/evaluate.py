@@ -28,7 +28,7 @@ from ntk_iterncgp.runs.flavour import check_keywords
 from ntk_iterncgp.runs.kernel import flat_inputs
 from ntk_iterncgp.runs.predictor import KernelPredictor, NetworkPredictor
 from ntk_iterncgp.runs.prepare import Setting, num_weights, prepare
-from ntk_iterncgp.runs.targets import INPUTS_AT_ONCE, ONLY_NETWORKS, compare_targets
+from ntk_iterncgp.runs.targets import ONLY_NETWORKS, compare_targets, latent_at
 
 NUM_PICTURES = 6  # of the most certain test images, and of the least
 
@@ -38,7 +38,12 @@ def evaluate(
 ) -> Comparison | RegressionComparison:
     """The whole command: prints a table, writes `report.html`, `results.json` and `table.txt`."""
     check_keywords(config)
-    setting = prepare(config, command)
+    with prepare(config, command) as setting:
+        return _evaluate(setting, title)
+
+
+def _evaluate(setting: Setting, title: str | None) -> Comparison | RegressionComparison:
+    config = setting.config
     folds_of(config, len(labels_of(setting.data.test)))  # too few inputs to tune on are found before the fit
     fitted = saved_fit(setting)
     if fitted is None:
@@ -140,7 +145,7 @@ def _compare_classes(setting: Setting, fitted: Fitted) -> Comparison:
     sets = {"test": data.test, **data.ood}
     with watch("see ours"):
         inputs = torch.cat([flat_inputs(part, data.scaling, data.input_shape) for part in sets.values()])
-        parts = [fitted.predictor.latent(x) for x in inputs.split(INPUTS_AT_ONCE)]
+        parts = latent_at(fitted.predictor, inputs, setting.log)
     mean, covariance = (torch.cat(part) for part in zip(*parts, strict=True))
     one = torch.ones(1, dtype=torch.float64)
     families: dict[str, Family] = {

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from ntk_iterncgp import parallel
 from ntk_iterncgp.config import RunConfig, as_plain
 from ntk_iterncgp.files import as_json, load_posterior, save_posterior
+from ntk_iterncgp.reporting import reporting
 from ntk_iterncgp.runs.flavour import check_keywords, make_flavour
 from ntk_iterncgp.runs.kernel import fit_gp
 from ntk_iterncgp.runs.predict import restore
@@ -40,8 +41,7 @@ class Fitted:
 def fit(config: RunConfig) -> Path:
     """The whole command; returns the posterior file. Processes that torchrun started fit together, and one writes."""
     check_keywords(config)
-    with parallel.joined(chosen_device(config.device).type), parallel.together():
-        setting = prepare(config, "fit")
+    with parallel.joined(chosen_device(config.device).type), parallel.together(), prepare(config, "fit") as setting:
         path = setting.folder / POSTERIOR
         with setting.saved_as_it_goes():
             fitted = fitted_to(setting)
@@ -79,7 +79,7 @@ def fit_network(setting: Setting, model: nn.Module) -> Any:
         log(str(la.estimate_cost(loader)))
         log(f"Fitting: {type(la).__name__} from {len(setting.data.train):,} data")  # type: ignore[arg-type]
         warnings.filterwarnings("ignore", message=".*nterrupt")  # said by the exit code
-        with setting.watch("fit", memory=True):
+        with reporting("Fitting", log), setting.watch("fit", memory=True):
             la.fit(loader, progress_bar=True, checkpoint=setting.checkpoint)
             if config.fit.refine_epochs is not None and la.report_.status != "interrupted":
                 la.refine(loader, epochs=config.fit.refine_epochs, checkpoint=setting.checkpoint)
@@ -124,7 +124,7 @@ def _hyperparameters(predictor: Predictor) -> dict[str, Any]:
 
 def _is_newer(path: Path, config: RunConfig) -> bool:
     """Whether the posterior was written after the files it depends on; a model made by a function has none to ask."""
-    if config.model.checkpoint is None and ":" in config.model.name:
+    if config.model.checkpoint is None and config.model.is_own:
         return False
     sources = [find_checkpoint(config)] if config.model.checkpoint is not None else []
     sources += [Path(config.data.train)] if config.data.train is not None else []

@@ -14,6 +14,7 @@ from ntk_iterncgp.config import RunConfig
 from ntk_iterncgp.datasets import Scaling, labels_of
 from ntk_iterncgp.gp import NonConjugateGP
 from ntk_iterncgp.likelihoods import Gaussian, Likelihood, Softmax
+from ntk_iterncgp.reporting import reporting
 from ntk_iterncgp.runs.prepare import Setting
 from ntk_iterncgp.settings import own_sentences
 
@@ -41,7 +42,12 @@ def fit_gp(setting: Setting) -> NonConjugateGP:
     X = flat_inputs(data.train, data.scaling, data.input_shape).to(setting.device)
     y = labels_of(data.train).to(setting.device)
     setting.log(f"Fitting: {gp!r} to {len(X):,} data")
-    with own_sentences(), warnings.catch_warnings(), setting.watch("fit", memory=True):
+    with (
+        own_sentences(),
+        warnings.catch_warnings(),
+        reporting("Fitting", setting.log),
+        setting.watch("fit", memory=True),
+    ):
         warnings.filterwarnings("ignore", message=".*nterrupt")  # said by the exit code
         if config.kernel.optimize_steps:
             gp.optimize(X, y, max_steps=config.kernel.optimize_steps, progress_bar=True)

@@ -25,13 +25,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from ntk_iterncgp import datasets, models
 from ntk_iterncgp.config import ConfigError, RunConfig, flat, from_settings
 from ntk_iterncgp.evaluation.links import class_probabilities, entropy, mutual_information
 from ntk_iterncgp.files import load_posterior, write_atomically
 from ntk_iterncgp.posterior import standard_normal_quantile
+from ntk_iterncgp.reporting import reported
 from ntk_iterncgp.runs.flavour import make_flavour
 from ntk_iterncgp.runs.kernel import as_rows
 from ntk_iterncgp.runs.predictor import KernelPredictor, NetworkPredictor, Predictor
@@ -127,7 +127,8 @@ def predict(
 def columns_of(restored: Restored, x: Tensor, link: str) -> dict[str, Tensor]:
     """Each column of the file, (b,); probabilities are (b, C)."""
     config, targets, parts = restored.config, restored.targets, []
-    for batch in tqdm(x.split(config.data.batch_size), desc="Predicting", leave=False, disable=None):
+    batches = x.split(config.data.batch_size)
+    for batch in reported(batches, "Predicting", print, total=len(batches), unit="batches"):
         if config.kernel.name is not None:
             batch = as_rows(batch, restored.scaling, restored.input_shape)
         mean, covariance = restored.predictor.latent(batch)

@@ -2,8 +2,8 @@
 
 Departure from the paper's eigendecomposition, and from a cut of small eigenvalues: M is scaled to a unit diagonal
 (Jacobi) and Cholesky-factored, which is some twenty times cheaper. Rounding is paid for like any other missing
-computation, with more noise: the images carry a relative error of about eps, so eps·‖SᵀKS‖ is added to the diagonal
-of SᵀW⁺S. The variance can then only come out larger.
+computation, with more noise: what it amounts to is added to the diagonal of SᵀW⁺S, and the variance can then only come
+out larger.
 """
 
 from __future__ import annotations

@@ -11,11 +11,13 @@ Where this departs from the paper's listing, and why:
     below the exact one. Here every image is a direct product.
 3.  One product per action. v, K v and the residual are combinations of S and its images; the paper's listing spends
     three products (line 5, line 9 and Alg. 1, line 9).
-4.  The loop stops on ‖W r‖, not ‖r‖: pseudo-targets of decided points are as large as 1/π and would hide the others.
+4.  The loop stops on ‖W r‖, not ‖r‖: pseudo-targets of saturated points are as large as 1/π and would hide the others;
+    and on √(rᵀW r), in posterior standard deviations: where the data say much, a share of ‖W b‖ is many of them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator
 
 from ntk_iterncgp.columns import Buffer
@@ -25,7 +27,7 @@ from ntk_iterncgp.solver.stopping import Status
 
 
 def inner_loop(
-    state: State, policy: Policy, *, max_products: int, residual_tol: float
+    state: State, policy: Policy, *, max_products: int, residual_tol: float, max_error: float = math.inf
 ) -> Generator[State, None, tuple[State, Status]]:
     """Yields the state after each block of actions; returns the last one and why it stopped."""
     prior = state.problem.prior
@@ -33,7 +35,8 @@ def inner_loop(
     while True:  # Alg. 2, line 4
         if prior.num_products >= limit:
             return state, Status.BUDGET
-        if state.relative_residual < residual_tol:  # line 5: the residual costs no product (departure 3)
+        # line 5: the residual costs no product (departure 3)
+        if state.relative_residual < residual_tol and state.solution_error <= max_error:
             return state, Status.CONVERGED
         state = state.with_counters(products_left=limit - prior.num_products)
         block = check_actions(policy(state), state.problem.num_rows)  # line 6

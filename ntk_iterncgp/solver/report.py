@@ -24,6 +24,7 @@ from ntk_iterncgp.solver.stopping import Status
 FREQUENT_METER_RANK = 512
 """Up to this rank the meter is read after every block of actions, beyond it after every Newton step: it costs O(B³),
 and within a step an earlier reading stays a lower bound."""
+NEARLY_EXACT = 0.01
 
 Callback = Callable[[State], object]
 Run = Generator[State, None, tuple[State, Status]]
@@ -45,7 +46,11 @@ class Record:
 
 @dataclass(frozen=True)
 class FitReport:
-    """How a fit ended, what it cost and how much it used of what the data say."""
+    """How a fit ended, what it cost and how much it used of what the data say.
+
+    `status` speaks of the mean. How far the variance is, `variance_ratio` says: at most so many times that of the exact
+    posterior it is, on average over the training inputs (weighted by W). None: not known.
+    """
 
     status: str
     advice: str
@@ -58,16 +63,18 @@ class FitReport:
     epochs: float | None = None
     trace_is_exact: bool = True  # or else tr(W K) was estimated, and with it the information captured
     products_by: str = ""  # how products with an explicit kernel were computed, and why
+    variance_ratio: float | None = None
 
     def __str__(self) -> str:
         costs = [] if self.epochs is None else [f"{self.epochs:.1f} epochs"]
         if self.num_products:
             costs += [f"{self.num_products} products", f"{self.num_newton_steps} Newton steps"]
-        bound = "at least" if self.trace_is_exact else "an estimated"
+        least, most = ("at least", "at most") if self.trace_is_exact else ("an estimated", "an estimated")
+        variance = "" if self.variance_ratio is None else f", {most} {self.variance_ratio:.3g} times the exact variance"
         products = f", products by {self.products_by}" if self.products_by else ""
         return (
-            f"{self.status}: {', '.join(costs)}, rank {self.rank}, {bound} {100 * self.information_captured:.1f} % "
-            f"of the information captured, {self.seconds:.1f} s{products}. {self.advice}"
+            f"{self.status}: {', '.join(costs)}, rank {self.rank}, {least} {100 * self.information_captured:.1f} % "
+            f"of the information captured{variance}, {self.seconds:.1f} s{products}. {self.advice}"
         )
 
 
@@ -153,15 +160,31 @@ def drive(
         call.end(lambda: content(status))
     report = FitReport(
         status=status.value,
-        advice=status.advice,
+        advice=_advice(status, state.variance_ratio),
         num_products=state.problem.prior.num_products,
         num_newton_steps=state.newton_step,
         rank=state.buffer.size,
         information_captured=state.tight_information_captured,
         seconds=offset + time.perf_counter() - started,
         history=history,
+        variance_ratio=state.variance_ratio,
     )
     return state, report
+
+
+def _advice(status: Status, variance_ratio: float) -> str:
+    """What to do next. A mean that has converged says nothing about the variance."""
+    nearly_exact = f"the variance is on average within {100 * NEARLY_EXACT:.0f} % of exact."
+    if status is Status.EXHAUSTED and variance_ratio < 1 + NEARLY_EXACT:
+        return f"The policy has no new action to offer, and {nearly_exact}"
+    if status is not Status.CONVERGED:
+        return status.advice
+    if variance_ratio < 1 + NEARLY_EXACT:
+        return f"The mean has converged, and {nearly_exact}"
+    return (
+        f"The mean has converged. The variance may still be {variance_ratio:.3g} times the exact one, on average over "
+        "the data: refine(max_products=…) contracts the variance further."
+    )
 
 
 def _taken_up(call: Call, state: State, history: Sequence[Record]) -> tuple[State, Sequence[Record], Status | None]:

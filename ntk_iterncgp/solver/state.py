@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ntk_iterncgp.columns import Buffer, Columns
-from ntk_iterncgp.solver.factor import Factor, rounding_noise
+from ntk_iterncgp.solver.factor import Factor
 from ntk_iterncgp.solver.position import Position
 from ntk_iterncgp.solver.problem import Anchor, Problem
 
@@ -110,21 +110,16 @@ class State:
 
     @cached_property
     def rounding(self) -> float:
-        return rounding_noise(self.gram, self.noise_gram, self.buffer.images.dtype)
+        """ρ with ‖G̃ − G‖ ≤ ρ for the computed small matrices: rounding of products, and of sums in float64."""
+        if self.buffer.size == 0:
+            return 0.0
+        sums = torch.finfo(torch.float64).eps * float(torch.linalg.matrix_norm(self.noise_gram, torch.inf))
+        return self.problem.prior.product_error(self.gram) + sums
 
     @cached_property
     def factor(self) -> Factor:
-        """M = SᵀKS + SᵀW⁺S, factored."""
-        matrix = self.gram + self.noise_gram
-        matrix.diagonal().add_(self.rounding)
-        return Factor(matrix)
-
-    @cached_property
-    def noise_factor(self) -> Factor:
-        """SᵀW⁺S, factored."""
-        matrix = self.noise_gram.clone()
-        matrix.diagonal().add_(self.rounding)
-        return Factor(matrix)
+        """M = G̃ + R + ρI, factored: that of exact products under a noise between R = SᵀW⁺S and R + 2ρI."""
+        return Factor(_shifted(self.gram + self.noise_gram, self.rounding))
 
     @cached_property
     def solution(self) -> Iterate:
@@ -148,6 +143,29 @@ class State:
         return self.score + self.problem.curvature(self.latent, change) - self.solution.representer_weights
 
     @cached_property
+    def solution_error(self) -> float:
+        """At most so many standard deviations of the exact posterior is the mean of the exact solution away, at any
+        input: it differs by cov(x, X) W r."""
+        return self._deviations(self.curvature_residual)
+
+    @cached_property
+    def newton_decrement(self) -> float:
+        """At most so many of them does an exact Newton step move the mean: by cov(x, X)(∇ − v), and what is left of
+        the anchor."""
+        anchor = self.problem.anchor
+        left = 0.0 if anchor is None else abs(self.iterate.anchor_share) * math.sqrt(max(0.0, anchor.penalty))
+        return self._deviations(self.score - self.iterate.representer_weights) + left
+
+    def _deviations(self, u: Tensor) -> float:  # (n,)
+        """An upper bound on √(uᵀΣ*u), and with it on |cov(x, X) u| in standard deviations at x. Σ* is at most W⁺, and
+        within the span of the actions, where W⁺ may be many times K, at most K − T M⁻¹Tᵀ."""
+        z = self.buffer.actions.inner(u[:, None])
+        outside = u - self.buffer.actions.combine(z)[:, 0]
+        inside = float((z * (self.gram @ z)).sum() - self.factor.half_solve(self.gram @ z).square().sum())
+        whole, rest = (float(part @ self.problem.noise(self.latent, part)) for part in (u, outside))
+        return min(math.sqrt(max(whole, 0.0)), math.sqrt(max(inside, 0.0)) + math.sqrt(max(rest, 0.0)))
+
+    @cached_property
     def relative_residual(self) -> float:
         """‖W r‖ / ‖W b‖."""
         return float(self.curvature_residual.norm() / self.curvature_scale)
@@ -166,27 +184,58 @@ class State:
         return self.problem.curvature_trace(self.latent)
 
     @cached_property
+    def span_bounds(self) -> tuple[float, float, float]:
+        """Within the span of the actions, where G̃ − ρI ≤ G ≤ G̃ + ρI: lo ≤ log|R + G| − log|R| ≤ hi, and tr(R⁻¹G)
+        at the least."""
+        if self.buffer.size == 0:
+            return 0.0, 0.0, 0.0
+        noise, matrix = Factor(self.noise_gram), self.factor.log_determinant
+        lower = matrix - Factor(_shifted(self.noise_gram, 2 * self.rounding)).log_determinant
+        upper = matrix - noise.log_determinant
+        captured = float(noise.solve(_shifted(self.gram, -self.rounding)).trace())
+        return max(lower, 0.0), max(upper, 0.0), captured
+
+    @cached_property
     def log_determinant_bounds(self) -> tuple[float, float]:
         """lo ≤ log|I + W^{½}KW^{½}| ≤ hi, from the small matrices and tr(W K) alone."""
-        if self.buffer.size == 0:
-            lower, captured = 0.0, 0.0
-        else:
-            lower = max(self.factor.log_determinant - self.noise_factor.log_determinant, 0.0)
-            captured = float(self.noise_factor.solve(self.gram).trace())  # tr(R⁻¹G)
+        lower, upper, captured = self.span_bounds
         free = self.problem.curvature_rank - self.buffer.size  # directions not acted on
         missing = max(self.curvature_trace - captured, 0.0)
-        return lower, lower + free * math.log1p(missing / free) if free > 0 else lower
+        return lower, upper + free * math.log1p(missing / free) if free > 0 else upper
+
+    @cached_property
+    def removed_traces(self) -> tuple[float, float]:
+        """tr(M⁻¹TᵀWT) and tr(M⁻¹G) at the least, where T and G are known to ρ: O(nB²), when asked."""
+        if self.buffer.size == 0:
+            return 0.0, 0.0
+        images = self.problem.prior.lift(self.buffer.images)
+        weighted = self.factor.solve(self.problem.curvature_inner(self.latent, images)).trace().clamp_min(0)
+        inverse = float(self.factor.root().square().sum())  # tr(M⁻¹)
+        unsure = self.rounding * math.sqrt(self._steepest_curvature * inverse)
+        captured = float(self.factor.solve(self.gram).trace()) - self.rounding * inverse
+        return max(float(weighted.sqrt()) - unsure, 0.0) ** 2, max(captured, 0.0)
+
+    @property
+    def _steepest_curvature(self) -> float:
+        """An upper bound on ‖W‖. Where a likelihood gives none, rounding in float64 is taken for nothing."""
+        if self.noise_diagonal is not None:
+            return 1 / float(self.noise_diagonal.min())
+        return 0.0 if self.buffer.images.dtype == torch.float64 else math.inf
 
     @cached_property
     def tight_log_determinant_bounds(self) -> tuple[float, float]:
-        """The same, with another upper bound that needs TᵀWT and is tighter at high rank: O(nB²), when asked."""
+        """The same, with another upper bound that needs TᵀWT and is tighter at high rank."""
         lower, upper = self.log_determinant_bounds
-        if self.buffer.size == 0:
-            return lower, upper
-        images = self.problem.prior.lift(self.buffer.images)
-        weighted = self.problem.curvature_inner(self.latent, images)
-        removed = float(self.factor.solve(weighted + self.gram).trace())
-        return lower, max(min(upper, lower + self.curvature_trace - removed), lower)
+        by_images = self.span_bounds[1] + self.curvature_trace - sum(self.removed_traces)
+        return lower, max(min(upper, by_images), lower)
+
+    @property
+    def variance_ratio(self) -> float:
+        """An upper bound on tr(W Σ) / tr(W Σ*): how many times the variance of the exact posterior Σ* the variance is,
+        on average over the training inputs. Less noise never lowers tr(W Σ*), so that it is at least tr(M⁻¹G)."""
+        weighted, captured = self.removed_traces
+        least = max(captured, self.curvature_trace / (1 + self.curvature_trace))
+        return max(1.0, (self.curvature_trace - weighted) / least) if least > 0 else 1.0
 
     @property
     def information_captured(self) -> float:
@@ -265,6 +314,11 @@ class State:
             if name in self.__dict__:
                 state.__dict__[name] = self.__dict__[name]
         return state
+
+
+def _shifted(matrix: Tensor, shift: float) -> Tensor:  # (B, B)
+    """With a number added to its diagonal."""
+    return matrix + shift * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
 
 
 def _symmetric(matrix: Tensor) -> Tensor:
