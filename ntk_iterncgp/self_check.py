@@ -278,7 +278,7 @@ def _absolute(state: State) -> float:
 
 def _some_data(prior: Prior, generator: torch.Generator) -> Tensor:
     """All of few data, else a sample; in ascending order."""
-    number = max(MIN_DATA, -(-ROWS // prior.num_outputs))
+    number = prior.checked_data(max(MIN_DATA, -(-ROWS // prior.num_outputs)))
     if prior.num_data <= number:
         return torch.arange(prior.num_data, device=prior.device)
     return torch.randint(prior.num_data, (number,), generator=generator).unique().to(prior.device)

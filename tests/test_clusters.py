@@ -338,15 +338,15 @@ def test_a_large_trace_is_estimated_to_fifteen_percent_on_digits_and_said_to_be(
 
 @pytest.mark.parametrize("in_order", [False, True], ids=["visited", "in order"])
 def test_the_estimated_trace_is_unbiased(monkeypatch: pytest.MonkeyPatch, in_order: bool) -> None:
-    from ntk_iterncgp.priors import ntk
+    from ntk_iterncgp.priors import ntk, trace
 
     net = make_net(2, num_data=200)
     loader = list(net.loader(batch_size=50)) if in_order else net.loader(batch_size=50)
     exact = net.laplace(num_actions=1)
     exact.fit(loader)
-    monkeypatch.setattr(ntk, "EXACT_TRACE_ROWS", 0)
-    monkeypatch.setattr(ntk, "MAX_SAMPLED", 20)
-    monkeypatch.setattr(ntk, "MIN_SAMPLED", 20)
+    monkeypatch.setattr(trace, "EXACT_TRACE_ROWS", 0)
+    monkeypatch.setattr(trace, "MAX_SAMPLED", 20)
+    monkeypatch.setattr(trace, "MIN_SAMPLED", 20)
     estimates = []
     for seed in range(60):
         monkeypatch.setattr(ntk.NTKPrior, "sample_seed", seed)

@@ -29,14 +29,14 @@ import torch
 from laplace import Laplace
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from ntk_iterncgp.priors import ntk
+from ntk_iterncgp.priors import trace
 
 def status(name):
     with open("/proc/self/status") as file:
         return next(1024 * int(line.split()[1]) for line in file if line.startswith(name))
 
 torch.set_num_threads(1)
-ntk.EXACT_TRACE_ROWS = 0  # as with more data
+trace.EXACT_TRACE_ROWS = 0  # as with more data
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(500, 1500), nn.ReLU(), nn.Linear(1500, 170), nn.ReLU(), nn.Linear(170, 4))
 loader = DataLoader(TensorDataset(torch.randn(200, 500), torch.randint(4, (200,))), batch_size=100)
@@ -126,8 +126,10 @@ def test_the_seconds_told_are_those_of_batches_as_small_as_groups(
     net = make_net(2, num_data=num_data)
     loader = DataLoader(TensorDataset(net.x, net.y), batch_size=50)
     la = net.laplace(num_actions=20, cotangents=1)
-    monkeypatch.setattr(timing, "_matrix_seconds", lambda plan, jacobian: 0.0)
-    monkeypatch.setattr(timing, "seconds_of", lambda work: 1.0)  # every batch, whatever its size
+    for beside in ("_matrix_seconds", "_trace_seconds", "_check_seconds"):
+        monkeypatch.setattr(timing, beside, lambda *whatever: 0.0)
+    monkeypatch.setattr(timing, "seconds_of", lambda work: 0.0)
+    monkeypatch.setattr(timing, "seconds_by_size", lambda work, largest: lambda size: 1.0)  # whatever its size
     told = la.estimate_cost(loader).fit_seconds
     batches: list[int] = []
     original = Clusters.sweep

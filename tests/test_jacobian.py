@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ntk_iterncgp import likelihoods
 from ntk_iterncgp.columns import Buffer, DenseColumns
 from ntk_iterncgp.data import FixedOrderData, evaluating
-from ntk_iterncgp.priors import ntk
+from ntk_iterncgp.priors import trace
 from ntk_iterncgp.priors.jacobian import Jacobian, NetworkJacobian
 from ntk_iterncgp.priors.last_layer import LastLayerJacobian
 from ntk_iterncgp.priors.ntk import NTKPrior, sweep_outputs
@@ -304,7 +304,7 @@ def test_curvature_diagonal_is_estimated_without_bias_where_rows_are_many(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mean over many samples of the data is within five standard errors of the truth, weight by weight."""
-    monkeypatch.setattr(ntk, "EXACT_TRACE_ROWS", 0)
+    monkeypatch.setattr(trace, "EXACT_TRACE_ROWS", 0)
     case, repeats = BY_NAME[name], 400
     prior, J, _, outputs = prior_of(case)
     curvature, W = _curvature(case, outputs)

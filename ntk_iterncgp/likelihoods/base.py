@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from copy import copy
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -118,6 +119,39 @@ class Likelihood(ABC):
     def curvature_rank(self) -> int:
         """The rank of each datum's block of W."""
         return self.num_outputs
+
+    def curvature_root(self, latent: Tensor, block: Tensor) -> Tensor:  # (N, C), (N, C, k) -> (N, C, k)
+        """H V, for some H with H Hᵀ = W."""
+        values, vectors = torch.linalg.eigh(self._blocks(latent))
+        return vectors @ (values.clamp_min(0).sqrt()[..., None] * block)
+
+    def curvature_traces(self, latent: Tensor) -> Tensor:  # (N, C) -> (N,)
+        """tr(W_n) of each datum: how much it may say."""
+        return self._blocks(latent).diagonal(dim1=1, dim2=2).sum(1)
+
+    def _blocks(self, latent: Tensor) -> Tensor:  # (N, C, C)
+        """W_n of each datum, written out: for likelihoods of few outputs."""
+        eye = torch.eye(self.num_outputs, dtype=latent.dtype, device=latent.device)
+        return self.curvature(latent, eye.expand(len(latent), -1, -1))
+
+
+@dataclass(frozen=True, eq=False)
+class CurvatureAt:
+    """W at some latent values, for a slice or numbers of the data: its product, that with a root, and traces."""
+
+    likelihood: Likelihood
+    latent: Tensor  # (N, C)
+
+    def __call__(self, data: slice | Tensor, block: Tensor) -> Tensor:  # (rows, C, k)
+        return self.likelihood.curvature(self.latent[data], block)
+
+    def root(self, data: slice | Tensor, block: Tensor) -> Tensor:  # (rows, C, k)
+        """H V with H Hᵀ = W."""
+        return self.likelihood.curvature_root(self.latent[data], block)
+
+    def traces(self) -> Tensor:  # (N,)
+        """tr(W_n) of each datum."""
+        return self.likelihood.curvature_traces(self.latent)
 
 
 def one_dimensional(targets: Tensor, name: str, meaning: str) -> Tensor:

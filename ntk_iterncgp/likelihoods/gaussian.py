@@ -53,6 +53,12 @@ class Gaussian(Likelihood):
     def curvature(self, latent: Tensor, block: Tensor) -> Tensor:
         return block / self.variance
 
+    def curvature_root(self, latent: Tensor, block: Tensor) -> Tensor:
+        return block / math.sqrt(self.variance)
+
+    def curvature_traces(self, latent: Tensor) -> Tensor:
+        return latent.new_full((len(latent),), self.num_outputs / self.variance)
+
     def noise(self, latent: Tensor, block: Tensor) -> Tensor:
         return block * self.variance
 

@@ -95,6 +95,19 @@ class Softmax(Likelihood):
         contrast = torch.zeros_like(latent).scatter_(1, ranked[:, :-1], ratio.expand(-1, index + 1))
         return contrast.scatter_(1, ranked[:, -1:], -1)
 
+    def curvature_root(self, latent: Tensor, block: Tensor) -> Tensor:
+        """H = diag √π − π √πᵀ."""
+        probabilities = self._probabilities(latent)
+        root = probabilities.sqrt()[..., None]
+        return self.project_in_noise(root * block, 1 / probabilities)
+
+    def curvature_traces(self, latent: Tensor) -> Tensor:
+        """Σ_c π_c (1 − π_c), of the likeliest class by the others: 1 − π of a decided datum is rounding."""
+        probabilities = self._probabilities(latent)
+        top = probabilities.max(1, keepdim=True)
+        others = probabilities.scatter(1, top.indices, 0.0)
+        return (others * (1 - others)).sum(1) + top.values[:, 0] * others.sum(1)
+
     def response(self, latent: Tensor) -> Tensor:
         return torch.softmax(latent, -1)
 

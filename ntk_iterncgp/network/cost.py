@@ -17,7 +17,7 @@ from ntk_iterncgp.network.grouping import MAX_FEATURES
 from ntk_iterncgp.network.linearised import PRODUCT_EPOCHS, Budget, LinearisedNetwork, NetworkFit, NetworkSettings
 from ntk_iterncgp.network.passes import epochs_of
 from ntk_iterncgp.network.plan import Plan, image_bytes, number_bytes
-from ntk_iterncgp.network.timing import fit_seconds, prediction_seconds
+from ntk_iterncgp.network.timing import fit_seconds, prediction_seconds, row_seconds
 from ntk_iterncgp.priors.jacobian import JVP_COLUMNS, Jacobian, NetworkJacobian
 from ntk_iterncgp.weight_posterior import SLICE_BYTES
 
@@ -59,13 +59,14 @@ def estimate_cost(network: LinearisedNetwork, settings: NetworkSettings, *, time
     """Counted from sizes; the first batch is timed if asked, and looked at in any case."""
     jacobian, plan = network.jacobian, Plan.of(network, settings, prepared=timed)
     fixed, of_actions = _fixed_bytes(plan, jacobian), _action_bytes(plan, jacobian)
+    rows = row_seconds(plan, jacobian) if timed else None
     return Cost(
         plan.num_data,
         jacobian.num_params,
         plan.actions,
         plan.epochs,
-        fit_seconds(plan, network) if timed else None,
-        1000 * prediction_seconds(plan, network) if timed else None,
+        None if rows is None else fit_seconds(plan, network, rows),
+        None if rows is None else 1000 * prediction_seconds(plan, rows),
         fixed + of_actions,
         settings.chunk_bytes + WORKSPACE_BYTES + 2 * image_bytes(jacobian, plan.actions),
         available_bytes(jacobian.device),
@@ -77,7 +78,11 @@ def estimate_cost(network: LinearisedNetwork, settings: NetworkSettings, *, time
 def _fixed_bytes(plan: Plan, jacobian: NetworkJacobian) -> int:
     """What a fit takes whatever the number of actions."""
     activations, C, q = activation_bytes(jacobian, plan.x), plan.num_outputs, plan.cotangents
-    for_rows = plan.at_once * (jacobian.bytes_per_row(C) + 2 * C * activations // plan.rows)
+    outputs, at_once = C, plan.at_once
+    if plan.checked_outputs < C:  # rows of all outputs are computed only where they are few numbers
+        outputs = plan.checked_outputs
+        at_once = max(1, min(plan.checked_data, plan.chunk_bytes // jacobian.bytes_per_row(outputs)))
+    for_rows = at_once * (jacobian.bytes_per_row(outputs) + 2 * outputs * activations // plan.rows)
     of_groups = 0
     if plan.in_groups:
         sweep = 2 * activations  # gradients beside them

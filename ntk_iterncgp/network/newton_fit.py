@@ -53,6 +53,8 @@ def fit_by_products(
     if network.classification:  # tempering the likelihood by T is the same as multiplying the prior precision by T
         prior_precision = noise_scale * prior_precision
     refined = settings.mean == "refined"
+    stays = likelihood.is_quadratic or not refined
+    num_products = settings.stopping.max_products if stays else settings.stopping.products_per_step
     prior = NTKPrior(
         network.jacobian,
         network.data,
@@ -60,6 +62,8 @@ def fit_by_products(
         prior_precision,
         shift=network.shift if refined else None,
         chunk_bytes=settings.chunk_bytes,
+        num_calls=2 * num_products * len(network.data),
+        curvature_stays=stays,
     )
     anchor = None
     if refined:

@@ -23,6 +23,7 @@ from ntk_iterncgp import parallel
 from ntk_iterncgp.checkpoint import UNSAVED, Call
 from ntk_iterncgp.data import Inputs
 from ntk_iterncgp.interrupt import Interrupt, interruptible
+from ntk_iterncgp.likelihoods.base import CurvatureAt
 from ntk_iterncgp.network.clusters import Clusters
 from ntk_iterncgp.network.grouping import batch_features
 from ntk_iterncgp.network.linearised import (
@@ -68,8 +69,9 @@ def fit_by_clusters(
         clusters.outputs,
         network.weight_precision,
         chunk_bytes=settings.chunk_bytes,
+        num_calls=max(len(network.data), min(settings.num_actions, len(clusters.outputs))),
     )
-    diagonal = prior.curvature_diagonal(lambda rows, block: clusters.curvature(block, rows))
+    diagonal = prior.curvature_diagonal(CurvatureAt(clusters.likelihood, clusters.outputs))
     progress = Progress(clusters, diagonal, prior.trace_is_exact, 1 / 3, time.perf_counter() - started)
     turn = Turn(settings.max_epochs, max_passes=1)
     return Spending(progress, turn, network, settings, Budget(), call, data, progress_bar).run()

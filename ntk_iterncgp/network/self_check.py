@@ -30,10 +30,12 @@ from ntk_iterncgp.network.clusters import Clusters
 from ntk_iterncgp.network.linearised import LinearisedNetwork, NetworkSettings
 from ntk_iterncgp.network.passes import Pass, checksum_vector
 from ntk_iterncgp.priors.jacobian import Rows
+from ntk_iterncgp.priors.trace import affordable_data
 from ntk_iterncgp.self_check import ELSEWHERE, MIN_DATA, ROWS, SelfCheckError, refusal
 from ntk_iterncgp.weight_check import network_rounding
-from ntk_iterncgp.weight_posterior import inner_products
+from ntk_iterncgp.weight_posterior import SLICE_ROWS, inner_products
 
+MAX_CHECKED_OUTPUTS = 16  # or as many combinations of them
 GROUP_SHARE, MAX_GROUPS = 0.01, 4  # what is computed anew: groups with at most this share of all data, or 64
 
 
@@ -131,7 +133,7 @@ def _gram_is_right(clusters: Clusters) -> bool:
     images = clusters.action_images()[:known] if known else []
     z = _signs(images)
     lengths = [torch.linalg.vector_norm(block, dim=1).double() for block in images]
-    products = [inner_products(block, part[:, None])[:, 0] for block, part in zip(images, z, strict=True)]
+    products = [_combined(block, part) for block, part in zip(images, z, strict=True)]
     for i, block in enumerate(images):
         total = torch.stack(products).sum(0)[:, None]
         off = inner_products(block.T, total)[:, 0] - _row_of_blocks(clusters.gram_blocks, i, z)
@@ -139,6 +141,11 @@ def _gram_is_right(clusters: Clusters) -> bool:
         if not bool((off.abs() <= allowed).all()):
             return False
     return True
+
+
+def _combined(images: Tensor, z: Tensor) -> Tensor:  # (B, P), (B,) -> (P,)
+    """A z in float64, a slice of weights at a time: no second copy of the images."""
+    return torch.cat([z @ part.double() for part in images.split(SLICE_ROWS, 1)])
 
 
 def _noise_is_right(clusters: Clusters) -> bool:
@@ -187,10 +194,12 @@ def _visit(
     latest, device = clusters.passes[-1], clusters.outputs.device
     generator = torch.Generator().manual_seed(len(clusters.passes))
     groups = _some_groups(latest, max(ROWS, int(GROUP_SHARE * num_data)), generator).to(device)
-    few = torch.randint(num_data, (max(MIN_DATA, -(-ROWS // num_outputs)),), generator=generator).to(device)
+    outputs = min(num_outputs, MAX_CHECKED_OUTPUTS)
+    number = affordable_data(jacobian, num_data, outputs, max(MIN_DATA, -(-ROWS // num_outputs)))
+    few = torch.randint(num_data, (number,), generator=generator).to(device)
     rows = torch.cat([few, latest.rows[torch.isin(latest.labels, groups)]]).unique()
     sums = latest.images.new_zeros(len(latest.directions), len(groups), jacobian.num_params)
-    error, at_once = 0.0, max(1, settings.chunk_bytes // jacobian.bytes_per_row(num_outputs))
+    error, at_once = 0.0, max(1, settings.chunk_bytes // jacobian.bytes_per_row(outputs))
     with torch.no_grad():
         for part, x in network.data.pick(rows, num_data, num_data):
             error = max(error, float((jacobian.forward(x).double() - clusters.outputs[part]).abs().max()))
@@ -235,10 +244,13 @@ def _check_adjoint(network: LinearisedNetwork, x: Inputs, found: Findings) -> No
     jacobian, generator = network.jacobian, torch.Generator().manual_seed(1)
     with torch.no_grad():
         rows = rows_at(network, x)
-        v = torch.randn(rows.outputs.shape, generator=generator).to(rows.outputs)
         t = torch.randn(jacobian.num_params, generator=generator).to(rows.outputs)
-        left = float(jacobian.vjp(x, v[..., None])[:, 0].double() @ t.double())
-        right = float((v.double() * rows.times(t[:, None])[..., 0]).sum())
+        product = rows.times(t[:, None])[..., 0]  # (b, C), or (b, r) for r combinations of the outputs
+        v = torch.randn(product.shape, generator=generator).to(rows.outputs)
+        contrasts = _contrasts(rows.outputs)
+        cotangents = v if contrasts is None else v @ contrasts.T.to(v)
+        left = float(jacobian.vjp(x, cotangents[..., None])[:, 0].double() @ t.double())
+        right = float((v.double() * product).sum())
         unit = torch.ones(jacobian.num_params, dtype=torch.float64, device=v.device)
         scale = float(v.double().norm() * rows.covariance(unit).diagonal(dim1=1, dim2=2).sum().sqrt())
     if not abs(left - right) <= network_rounding(jacobian.dtype) * scale:
@@ -249,7 +261,18 @@ def _check_adjoint(network: LinearisedNetwork, x: Inputs, found: Findings) -> No
 
 
 def rows_at(network: LinearisedNetwork, x: Inputs) -> Rows:
-    return network.jacobian.rows(x, network.data.num_rows(x))
+    """Of all outputs, or of some random combinations where there are many: what is wrong with one is in all of them."""
+    contrasts = _contrasts(network.jacobian.forward(x))
+    return network.jacobian.rows(x, network.data.num_rows(x), contrasts)
+
+
+def _contrasts(outputs: Tensor) -> Tensor | None:  # (b, C) -> (C, r)
+    """Orthonormal, and always the same."""
+    C = outputs.shape[1]
+    if C <= MAX_CHECKED_OUTPUTS:
+        return None
+    drawn = torch.randn(C, MAX_CHECKED_OUTPUTS, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return torch.linalg.qr(drawn).Q.to(outputs.device)
 
 
 def each_rows(network: LinearisedNetwork, visited: list[Inputs]) -> Iterator[Rows]:

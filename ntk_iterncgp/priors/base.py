@@ -79,6 +79,10 @@ class Prior(ABC):
     def pick(self, rows: Tensor) -> Iterator[tuple[Tensor, Any]]:
         """The training inputs with these numbers (ascending), in parts that can be asked about at once."""
 
+    def checked_data(self, wanted: int) -> int:
+        """At how many data a run may be checked, if so many are wanted: fewer where asking about one is dear."""
+        return wanted
+
     def product_error(self, gram: Tensor) -> float:  # SᵀKS (B, B)
         """How far SᵀKS may be off for orthonormal S, in the spectral norm: what the rounding of products amounts to.
 

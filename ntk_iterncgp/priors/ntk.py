@@ -16,15 +16,11 @@ from torch import Tensor
 from ntk_iterncgp import parallel
 from ntk_iterncgp.columns import Buffer, Columns, DenseColumns, Images, Weight
 from ntk_iterncgp.data import FixedOrderData, Inputs
+from ntk_iterncgp.likelihoods.base import CurvatureAt
 from ntk_iterncgp.priors.base import AtInputs, Prior
 from ntk_iterncgp.priors.jacobian import NetworkJacobian
 from ntk_iterncgp.priors.rows import Rows
-
-EXACT_TRACE_ROWS = 4096
-"""Up to this many rows tr(W K) is computed from all rows of J; beyond, it is estimated from those of some data."""
-
-SAMPLED_SHARE, MIN_SAMPLED, MAX_SAMPLED = 0.02, 32, 64
-"""The sample: as many data as cost 2 % of an epoch, within limits."""
+from ntk_iterncgp.priors.trace import affordable_data, plan_trace
 
 TRACE_ENTRIES = 2**20  # of blocks of W at once
 
@@ -49,9 +45,12 @@ class NTKPrior(Prior):
 
     `shift` is θ* − μ₀ (P,), or None for a prior mean that is the network itself. Each process sweeps its share of the
     data, which is where its rows of T are; A, summed over all, is in every process.
+
+    `num_calls` says how many backward passes a fit makes for each W whose trace it asks for, and `curvature_stays` that
+    it is always the same W.
     """
 
-    sample_seed = 0  # of the data from which a large trace is estimated
+    sample_seed = 0  # of the data, and of the random signs, from which a large trace is estimated
 
     def __init__(
         self,
@@ -62,13 +61,17 @@ class NTKPrior(Prior):
         *,
         shift: Tensor | None = None,
         chunk_bytes: int = 256 * 2**20,
+        num_calls: int = 1,
+        curvature_stays: bool = False,
     ) -> None:
         super().__init__(data.share() or parallel.Share.whole(len(outputs)))
         self.jacobian, self.data, self.chunk_bytes, self.shift = jacobian, data, chunk_bytes, shift
         self.num_data, self.num_outputs = outputs.shape
         self.dtype, self.device = jacobian.dtype, jacobian.device
         self.prior_variance = 1 / prior_precision.double()  # (P,)
-        self.trace_is_exact = self.num_data * self.num_outputs <= EXACT_TRACE_ROWS
+        self.trace = plan_trace(jacobian, self.num_data, self.num_outputs, num_calls)
+        self._curvature_stays = curvature_stays
+        self._diagonal: Tensor | None = None
         self._mean = outputs.double()
         if shift is not None:
             moved = self.share.gather(self.product(shift[:, None]).double(), self.num_outputs)
@@ -147,19 +150,35 @@ class NTKPrior(Prior):
     def curvature_trace(self, curvature: Weight) -> float:
         return float(self.curvature_diagonal(curvature) @ self.prior_variance)
 
-    def curvature_diagonal(self, curvature: Weight) -> Tensor:  # (P,)
-        """The diagonal of JᵀWJ, of which tr(W K) = Σ_p diag_p / λ_p for any prior precision.
+    @property
+    def trace_is_exact(self) -> bool:
+        return self.trace.is_exact
 
-        Exact from all rows of J where these are few; else unbiased from a sample, each datum drawn with probability
-        in proportion to tr(W_n) and counted by its inverse.
-        """
-        total = torch.zeros(self.jacobian.num_params, dtype=torch.float64, device=self.device)
-        if self.trace_is_exact:
-            with torch.no_grad():
-                for data, rows in self.rows():
-                    total += rows.curvature_diagonal(partial(curvature, data))
-            return self.share.sum(total)
-        sample, counts = self._sample(curvature)
+    def curvature_diagonal(self, curvature: Weight) -> Tensor:  # (P,)
+        """The diagonal of JᵀWJ, of which tr(W K) = Σ_p diag_p / λ_p for any prior precision: exact, or an unbiased
+        estimate (`trace.py`). For probes `curvature` is to be a `CurvatureAt`."""
+        if self._diagonal is not None:
+            return self._diagonal
+        if self.trace.is_exact:
+            diagonal = self._of_all_rows(curvature)
+        elif self.trace.num_rows:
+            diagonal = self._of_some_rows(curvature)
+        else:
+            assert isinstance(curvature, CurvatureAt)
+            diagonal = self._of_probes(curvature)
+        if self._curvature_stays:
+            self._diagonal = diagonal
+        return diagonal
+
+    def _of_all_rows(self, curvature: Weight) -> Tensor:  # (P,)
+        total = self._zeros()
+        with torch.no_grad():
+            for data, rows in self.rows():
+                total += rows.curvature_diagonal(partial(curvature, data))
+        return self.share.sum(total)
+
+    def _of_some_rows(self, curvature: Weight) -> Tensor:  # (P,)
+        total, (sample, counts) = self._zeros(), self._sample(curvature, self.trace.num_rows)
 
         def counted(part: Tensor, block: Tensor) -> Tensor:
             return counts[part][:, None, None] * curvature(part, block)
@@ -170,16 +189,58 @@ class NTKPrior(Prior):
                 total += self.jacobian.rows(x, len(part)).curvature_diagonal(partial(counted, part))
         return parallel.all_sum(total)
 
-    def _sample(self, curvature: Weight) -> tuple[Tensor, Tensor]:
-        """Which data are in the sample, and how much each datum of all counts (N,)."""
-        probability = curvature_traces(curvature, self.num_data, self.num_outputs, self.device).clamp_min(1e-300)
-        probability = probability / probability.sum()
-        size = int(SAMPLED_SHARE * 3 * self.num_data / (1 + 2 * self.num_outputs))
-        size = min(max(size, MIN_SAMPLED), MAX_SAMPLED)
-        uniform = torch.rand(size, generator=torch.Generator().manual_seed(self.sample_seed), dtype=torch.float64)
-        drawn = torch.searchsorted(probability.cumsum(0), uniform.to(self.device)).clamp_max(self.num_data - 1)
-        counts = torch.bincount(drawn, minlength=self.num_data) / (size * probability)
+    def _of_probes(self, curvature: CurvatureAt) -> Tensor:  # (P,)
+        """Backward passes at single data, the same whatever the number of processes."""
+        traces, number = curvature.traces(), self.trace.num_probes
+        drawn = self._draw(traces, number).sort().values
+        uniform = torch.rand(number, generator=self._generator(1), dtype=torch.float64).to(self.device)
+        share = parallel.Share.even(number)
+        total, eye = self._zeros(), torch.eye(self.num_outputs, dtype=torch.float64, device=self.device)
+        picked = self.data.pick(share.take(drawn), self.num_data, 1)
+        for (datum, x), chance in zip(picked, share.take(uniform), strict=True):
+            root = curvature.root(datum, eye[None])[0]  # (C, C)
+            sizes = root.square().sum(0).cumsum(0)
+            column = root[:, int(torch.searchsorted(sizes, chance * sizes[-1]).clamp_max(self.num_outputs - 1))]
+            cotangent = column / column.norm().clamp_min(1e-300)
+            total += self.jacobian.vjp(x, cotangent[None, :, None].to(self.dtype))[:, 0].double().square()
+        return parallel.all_sum(total) * traces.sum() / number
+
+    def _sample(self, curvature: Weight, size: int) -> tuple[Tensor, Tensor]:
+        """Which data are in a sample, and how much each datum of all counts (N,)."""
+        if isinstance(curvature, CurvatureAt):
+            traces = curvature.traces()
+        else:
+            traces = curvature_traces(curvature, self.num_data, self.num_outputs, self.device)
+        drawn, probability = self._draw(traces, size), traces.clamp_min(1e-300)
+        counts = torch.bincount(drawn, minlength=self.num_data) / (size * probability / probability.sum())
         return drawn.unique(), counts
+
+    def _draw(self, traces: Tensor, size: int) -> Tensor:  # (N,) -> (size,)
+        """Data, each with probability in proportion to its trace."""
+        sums = traces.clamp_min(1e-300).cumsum(0)
+        uniform = torch.rand(size, generator=self._generator(0), dtype=torch.float64).to(self.device)
+        return torch.searchsorted(sums / sums[-1], uniform).clamp_max(self.num_data - 1)
+
+    def _generator(self, stream: int) -> torch.Generator:
+        return torch.Generator().manual_seed(2 * self.sample_seed + stream)
+
+    def _zeros(self) -> Tensor:  # (P,)
+        return torch.zeros(self.jacobian.num_params, dtype=torch.float64, device=self.device)
+
+    def checked_data(self, wanted: int) -> int:
+        return affordable_data(self.jacobian, self.num_data, self.num_outputs, wanted)
+
+    def variance_scale(self) -> float:
+        """Of as few inputs as can be afforded: it is a scale."""
+        largest = torch.zeros((), dtype=torch.float64, device=self.device)
+        if parallel.is_main() or self.share.is_whole:
+            x = next(self.data.batches())[0]
+            some = next(self.data.chunk(x, self.checked_data(self.data.num_rows(x))))
+            part = next(in_parts(self.jacobian, self.data, some, self.num_outputs, self.chunk_bytes))
+            with torch.no_grad():
+                rows = self.jacobian.rows(part, self.data.num_rows(part))
+                largest += rows.covariance(self.prior_variance).diagonal(dim1=1, dim2=2).max()
+        return float(largest if self.share.is_whole else parallel.from_main(largest))
 
     def _rows_at_once(self) -> int:
         return max(1, self.chunk_bytes // self.jacobian.bytes_per_row(self.num_outputs))

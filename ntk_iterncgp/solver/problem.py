@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ntk_iterncgp.columns import Columns, Weight
 from ntk_iterncgp.likelihoods import Likelihood
-from ntk_iterncgp.likelihoods.base import ANY_VARIANCE
+from ntk_iterncgp.likelihoods.base import ANY_VARIANCE, CurvatureAt
 from ntk_iterncgp.priors import Prior
 
 
@@ -102,7 +102,7 @@ class Problem:
 
     def curvature_product(self, latent: Tensor) -> Weight:
         """The product with W, on some data."""
-        return lambda data, block: self.likelihood.curvature(latent[data], block)
+        return CurvatureAt(self.likelihood, latent)
 
     def _blocks(self, vector: Tensor) -> Tensor:  # (N, C, k)
         """Of all data, or of those of this process."""
