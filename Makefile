@@ -15,8 +15,8 @@ help:  ## show this list
 demo: $(STAMP)  ## a small network on digits beside the truth: a table and runs/demo/report.html
 	$(BIN)/ntk-iterncgp demo
 
-test: $(STAMP)  ## run the whole test suite
-	$(BIN)/python -m pytest
+test: $(STAMP)  ## run the whole test suite, on all cores
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 fuzz: $(STAMP)  ## FUZZ_CASES (2000) random cases on both front doors, new ones every time
 	FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest tests/test_fuzz.py

@@ -127,7 +127,7 @@ def test_a_fit_stopped_by_ctrl_c_goes_on_when_it_is_called_again(
     class Watched(TensorDataset):
         def __getitem__(self, index: int) -> tuple[Tensor, ...]:
             reads[0] += 1
-            if reads[0] == 68:  # in the second sweep  # in the second sweep
+            if reads[0] == 76:  # in the second sweep
                 signal.raise_signal(signal.SIGINT)
             return super().__getitem__(index)
 

@@ -184,11 +184,11 @@ def test_compressing_after_the_fit_adds_variance_and_never_falls_below(case: Net
     flat = dense.new_J.flatten(0, 1)
     exact = flat @ dense.covariance(1.0) @ flat.T
     before = la.predictive_moments(x, joint=True)[1]
-    evidence = la.log_marginal_likelihood()
+    evidence, rank = la.log_marginal_likelihood(), la.posterior.rank
     for max_rank in (12, 6, 3, 1):
         la.compress(max_rank)
         after = la.predictive_moments(x, joint=True)[1]
-        assert la.posterior.rank == max_rank
+        assert la.posterior.rank == min(max_rank, rank)
         not_below(after, before)
         not_below(after, exact)
         assert float(la.log_marginal_likelihood()) <= float(evidence) + 1e-9  # still a lower bound
