@@ -160,7 +160,7 @@ class Kfac(Baseline):
         start = 0
         for values, vectors in zip(self.kron.eigenvalues, self.kron.eigenvectors, strict=True):
             size = int(torch.tensor([len(value) for value in values]).prod())
-            part = rows.jacobian[..., start : start + size]
+            part = rows.jacobian[..., start : start + size].to(vectors[0].dtype)  # ours may be in float64
             if len(values) == 2:
                 part = part.reshape(b * C, len(values[0]), len(values[1]))
                 rotated = (vectors[0].T @ part @ vectors[1]).reshape(b, C, size)
