@@ -6,7 +6,7 @@ probed: with W_n = Σ_c h_c h_cᵀ, a pair (n, c) drawn with probability |h_c|²
 
     E[(J_nᵀh)²] tr W = diag(JᵀWJ),    weight by weight.
 
-That is a backward pass at one datum. As many are made as a twentieth of those of the fit, and at least one. J_nᵀh differs
+That is a backward pass at one datum. As many are made as a twentieth of those of the fit, and at least one. They differ
 little in length from one pair to the next: on networks trained on digits the error of the trace is 20 % of one probe,
 and 6 % of ten.
 """
