@@ -29,7 +29,7 @@ from ntk_iterncgp import NonConjugateGP, kernels, likelihoods, parallel
 from ntk_iterncgp import checkpoint as checkpoint_module
 from ntk_iterncgp.checkpoint import Checkpoint
 from ntk_iterncgp.data import FixedOrderData
-from ntk_iterncgp.priors import GramPrior
+from ntk_iterncgp.priors import GramPrior, trace
 from ntk_iterncgp.self_check import problems
 from ntk_iterncgp.solver import State
 
@@ -169,6 +169,8 @@ def network_results() -> Results:
     add("clusters, streamed", laplace(num_actions=7), DataLoader(Stream(), 6))
     add("clusters, listed, refined", laplace(num_actions=7), listed, epochs=2)
     add("clusters, cut short and refined", laplace(num_actions=7, max_epochs=0.9), small, epochs=0.4)
+    with mock.patch.object(trace, "FEW_NUMBERS", 0):
+        add("clusters, probed trace", laplace(num_actions=60), small)
     add("clusters, last layer", laplace(subset="last_layer", num_actions=7), small)
     add("products", laplace(policy="random_subspace", num_actions=8), small, epochs=4)
     add("products, few large batches", laplace(policy="random_subspace", num_actions=8), large)

@@ -145,7 +145,10 @@ def _gram_is_right(clusters: Clusters) -> bool:
 
 def _combined(images: Tensor, z: Tensor) -> Tensor:  # (B, P), (B,) -> (P,)
     """A z in float64, a slice of weights at a time: no second copy of the images."""
-    return torch.cat([z @ part.double() for part in images.split(SLICE_ROWS, 1)])
+    total = torch.empty(images.shape[1], dtype=torch.float64, device=images.device)
+    for place, part in zip(total.split(SLICE_ROWS), images.split(SLICE_ROWS, 1), strict=True):
+        place.copy_(z @ part.double())
+    return total
 
 
 def _noise_is_right(clusters: Clusters) -> bool:
