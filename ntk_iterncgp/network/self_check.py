@@ -33,7 +33,7 @@ from ntk_iterncgp.priors.jacobian import Rows
 from ntk_iterncgp.priors.trace import affordable_data
 from ntk_iterncgp.self_check import ELSEWHERE, MIN_DATA, ROWS, SelfCheckError, refusal
 from ntk_iterncgp.weight_check import network_rounding
-from ntk_iterncgp.weight_posterior import SLICE_ROWS, inner_products
+from ntk_iterncgp.weight_posterior import inner_products, rows_at_once
 
 MAX_CHECKED_OUTPUTS = 16  # or as many combinations of them
 GROUP_SHARE, MAX_GROUPS = 0.01, 4  # what is computed anew: groups with at most this share of all data, or 64
@@ -146,7 +146,8 @@ def _gram_is_right(clusters: Clusters) -> bool:
 def _combined(images: Tensor, z: Tensor) -> Tensor:  # (B, P), (B,) -> (P,)
     """A z in float64, a slice of weights at a time: no second copy of the images."""
     total = torch.empty(images.shape[1], dtype=torch.float64, device=images.device)
-    for place, part in zip(total.split(SLICE_ROWS), images.split(SLICE_ROWS, 1), strict=True):
+    step = rows_at_once(len(images))
+    for place, part in zip(total.split(step), images.split(step, 1), strict=True):
         place.copy_(z @ part.double())
     return total
 
