@@ -155,7 +155,7 @@ class WeightPosterior:
             noise = self.noise(gram, noise_scale)
             lower, captured = _information(gram, noise)
             own = torch.maximum(lower, _information(gram, noise_scale.double() * self.noise_gram)[0])
-            unsure = self.rank * EPS * (self._noise_condition + 16 * float(captured.detach()))
+            unsure = self.rank * EPS * (4 * self._noise_condition + 16 * float(captured.detach()))
             lower, own = (lower - unsure).clamp_min(0), own + unsure
             missing = (missing - captured).clamp_min(0)
         spanned = self.rank if self.num_actions is None else self.num_actions

@@ -48,6 +48,8 @@ def identity(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """By what a checkpoint is known again: settings of a fit, or of a refine and where it begins; and the model."""
     own = {f.name: getattr(la.settings, f.name) for f in fields(la.settings)}
+    if own["cotangents"] is None and network.classification:
+        own["cotangents"] = 1  # which it means, and what earlier checkpoints say
     stopping, options = asdict(own.pop("stopping")), asdict(own.pop("options"))
     settings = {
         "flavour": type(la).__name__,

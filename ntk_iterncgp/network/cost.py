@@ -22,7 +22,7 @@ from ntk_iterncgp.priors.jacobian import JVP_COLUMNS, Jacobian, NetworkJacobian
 from ntk_iterncgp.weight_posterior import SLICE_BYTES
 
 KEEP_BYTES = 2**30
-WORKSPACE_BYTES = 64 * 2**20 + 3 * SLICE_BYTES  # what PyTorch takes beside the arrays counted here
+WORKSPACE_BYTES = 64 * 2**20 + 8 * SLICE_BYTES  # what PyTorch takes beside the arrays counted here
 
 
 @dataclass(frozen=True)
