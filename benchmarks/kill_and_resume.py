@@ -249,7 +249,7 @@ DOORS = {
     # A batch; but between fit and refine there are two self-checks, of some 24 batches whatever the number of data.
     "network": Door(network, lambda pace: 30, lambda pace: 3),
     # A product is two sweeps; before the first, and at every start, come outputs and trace, which are two more, the
-    # proof of rows by layers, in two orders, and two passes by which costs are counted.
+    # proof of rows by layers, in two orders. Two more passes were counted at each start; which they are is not known.
     "refined mean": Door(
         refined_mean, lambda pace: 4 * pace.num_data // BATCH + 12, lambda p: 2 * p.num_data // BATCH + 9
     ),
