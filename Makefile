@@ -7,13 +7,16 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fuzz soak lint bench clean
+.PHONY: help demo check test fuzz soak lint bench clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 demo: $(STAMP)  ## a small network on digits beside the truth: a table and runs/demo/report.html
 	$(BIN)/ntk-iterncgp demo
+
+check: lint  ## lint, then the fast tests: two minutes on two cores
+	$(BIN)/python -m pytest -n auto --dist worksteal -m 'not slow and not process and not cli'
 
 test: $(STAMP)  ## run the whole test suite, on all cores
 	$(BIN)/python -m pytest -n auto --dist worksteal
@@ -44,5 +47,5 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Making $(VENV) and installing ntk-iterncgp with its dependencies: a few minutes and about 6 GB, only the first time."
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --upgrade pip
-	@$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install -c constraints.txt -e '.[experiments,dev]'
 	@touch $@

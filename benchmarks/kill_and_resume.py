@@ -42,8 +42,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ntk_iterncgp import Checkpoint, NonConjugateGP, kernels, likelihoods
-from ntk_iterncgp.checkpoint import SAVING_SHARE, Call
-from ntk_iterncgp.digests import digest
+from ntk_iterncgp.persistence.checkpoint import SAVING_SHARE, CheckpointSession
+from ntk_iterncgp.persistence.fingerprint import digest
 
 
 @dataclass(frozen=True)
@@ -101,23 +101,27 @@ class Journal:
 
     def watch(self) -> None:
         """From now on, all calls that save. A chance that was not taken is told from one that was by the save after."""
-        is_due, save, begin = Call.is_due, Call.save, Checkpoint.call
+        is_due, save, begin = CheckpointSession.is_due, CheckpointSession.save, Checkpoint.session
 
-        def chance(call: Call) -> bool:
+        def chance(session: CheckpointSession) -> bool:
             self.write("chance")
-            return is_due(call)
+            return is_due(session)
 
-        def saved(call: Call, *arguments: Any, **settings: Any) -> None:
+        def saved(session: CheckpointSession, *arguments: Any, **settings: Any) -> None:
             started = time.monotonic()
-            save(call, *arguments, **settings)
+            save(session, *arguments, **settings)
             self.write("saved", started)
 
-        def begun(checkpoint: Checkpoint, *arguments: Any) -> Call:
-            call = begin(checkpoint, *arguments)
+        def begun(checkpoint: Checkpoint, *arguments: Any) -> CheckpointSession:
+            session = begin(checkpoint, *arguments)
             self.write("begun")
-            return call
+            return session
 
-        for owner, name, function in ((Call, "is_due", chance), (Call, "save", saved), (Checkpoint, "call", begun)):
+        for owner, name, function in (
+            (CheckpointSession, "is_due", chance),
+            (CheckpointSession, "save", saved),
+            (Checkpoint, "session", begun),
+        ):
             setattr(owner, name, function)
 
 
@@ -247,11 +251,12 @@ class Door:
 
 DOORS = {
     # A batch; but between fit and refine there are two self-checks, of some 24 batches whatever the number of data.
-    "network": Door(network, lambda pace: 30, lambda pace: 3),
-    # A product is two sweeps; before the first, and at every start, come outputs and trace, which are two more, the
-    # proof of rows by layers, in two orders. Two more passes were counted at each start; which they are is not known.
+    # Every start passes the first batch once to count memory, and five times a few rows to prove those by layers.
+    "network": Door(network, lambda pace: 30, lambda pace: 6),
+    # A product is two sweeps; before the first, and at every start, come outputs and trace, which are two more, and
+    # what every start does, and one pass for the scale of the variance.
     "refined mean": Door(
-        refined_mean, lambda pace: 4 * pace.num_data // BATCH + 12, lambda p: 2 * p.num_data // BATCH + 9
+        refined_mean, lambda pace: 4 * pace.num_data // BATCH + 12, lambda p: 2 * p.num_data // BATCH + 7
     ),
     "kernel": Door(kernel, lambda pace: 1, lambda pace: 0),
 }

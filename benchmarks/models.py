@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ntk_iterncgp.config import DataConfig
-from ntk_iterncgp.datasets import load
-from ntk_iterncgp.models import CifarResNet, lenet, load_checkpoint
+from ntk_iterncgp.experiments.config import DataConfig
+from ntk_iterncgp.experiments.datasets import load
+from ntk_iterncgp.experiments.models import CifarResNet, lenet, load_checkpoint
 
 __all__ = ["CifarResNet", "cifar_images", "cifar_resnet20", "data_root", "lenet", "mnist_images"]
 

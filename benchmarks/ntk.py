@@ -28,9 +28,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ntk_iterncgp.columns import DenseColumns
-from ntk_iterncgp.data import FixedOrderData
-from ntk_iterncgp.priors import Jacobian, NTKPrior
+from ntk_iterncgp.data.fixed_order import FixedOrderData
+from ntk_iterncgp.jacobian.autograd import Jacobian
+from ntk_iterncgp.linalg.columns import DenseColumns
+from ntk_iterncgp.priors.ntk import NTKPrior
 
 if __package__:
     from benchmarks.models import cifar_images, cifar_resnet20, lenet

@@ -32,9 +32,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 import ntk_iterncgp  # noqa: F401  registers the flavours
-from ntk_iterncgp.laplace_addon import grid
+from ntk_iterncgp.jacobian.autograd import Jacobian
+from ntk_iterncgp.laplace_torch import grid
 from ntk_iterncgp.likelihoods import Softmax
-from ntk_iterncgp.priors import Jacobian
 
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))

@@ -32,13 +32,13 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from benchmarks.models import data_root
-from ntk_iterncgp.config import RunConfig, load
-from ntk_iterncgp.evaluation.baselines import BASELINES
-from ntk_iterncgp.evaluation.compare import Result, compare_network
-from ntk_iterncgp.evaluation.stopwatch import Stopwatch, peak_bytes, reset_peak
-from ntk_iterncgp.runs.flavour import make_flavour
-from ntk_iterncgp.runs.prepare import Setting, prepare, prepare_model
-from ntk_iterncgp.weight_posterior import WeightPosterior
+from ntk_iterncgp.experiments.config import RunConfig, load
+from ntk_iterncgp.experiments.evaluation.baselines import BASELINES
+from ntk_iterncgp.experiments.evaluation.compare import Result, compare_network
+from ntk_iterncgp.experiments.evaluation.stopwatch import Stopwatch, peak_bytes, reset_peak
+from ntk_iterncgp.experiments.runs.flavour import make_flavour
+from ntk_iterncgp.experiments.runs.prepare import Setting, prepare, prepare_model
+from ntk_iterncgp.posterior.weight_space import WeightPosterior
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 PEERS = "map, temperature, prior, last_layer, kfac, sod, ella, valla"

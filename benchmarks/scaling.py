@@ -33,13 +33,15 @@ from laplace import Laplace
 from torch.utils.data import DataLoader, TensorDataset
 
 import ntk_iterncgp  # noqa: F401  registers the flavours
-from ntk_iterncgp import kernels, parallel
-from ntk_iterncgp.columns import DenseColumns
-from ntk_iterncgp.data import FixedOrderData
-from ntk_iterncgp.models import lenet
-from ntk_iterncgp.network.grouping import groups_for
-from ntk_iterncgp.priors import GramPrior, Jacobian, NTKPrior
-from ntk_iterncgp.priors.ntk import sweep_outputs
+from ntk_iterncgp import kernels
+from ntk_iterncgp.clusters.grouping import groups_for
+from ntk_iterncgp.data.fixed_order import FixedOrderData
+from ntk_iterncgp.experiments.models import lenet
+from ntk_iterncgp.jacobian.autograd import Jacobian
+from ntk_iterncgp.linalg.columns import DenseColumns
+from ntk_iterncgp.priors.gram import GramPrior
+from ntk_iterncgp.priors.ntk import NTKPrior, sweep_outputs
+from ntk_iterncgp.runtime import parallel
 
 CLASSES, FEATURES, COLUMNS = 10, 84, 4  # outputs of a LeNet, inputs of its last layer, columns of a product
 
@@ -89,10 +91,10 @@ def measure(size: Size) -> dict[str, dict[str, float]]:
     P, K = jacobian.num_params, parallel.num_processes()
     prior = NTKPrior(jacobian, data, outputs, torch.ones(P))
     block = torch.randn(size.images * CLASSES, COLUMNS)
-    actions = DenseColumns.of(prior.share.take(block), CLASSES, prior.share)
+    actions = DenseColumns.of(prior.shard.take(block), CLASSES, prior.shard)
     points = torch.rand(size.points, 3)
     gram = GramPrior([kernels.Matern32(lengthscale=0.3)], points, torch.zeros(CLASSES), method="plain")
-    columns = DenseColumns.of(gram.share.take(torch.randn(size.points * CLASSES, 1)), CLASSES, gram.share)
+    columns = DenseColumns.of(gram.shard.take(torch.randn(size.points * CLASSES, 1)), CLASSES, gram.shard)
     once, twice = (K - 1) / K, 2 * (K - 1) / K  # what a process sends of a gathered and of a summed array
     la = Laplace(model, "classification", "all", "iterncgp", num_actions=size.actions)
     gathered = size.images * 4 * (CLASSES + FEATURES)
@@ -113,7 +115,7 @@ def _measured(work: Callable[[], object], repeats: int) -> dict[str, float]:
         work()
         least = min(least, time.process_time() - started)
     calls, sent = parallel.traffic.calls - calls, parallel.traffic.bytes - sent
-    seconds = parallel.Share.even(parallel.num_processes()).gather(torch.tensor([least], dtype=torch.float64))
+    seconds = parallel.Shard.even(parallel.num_processes()).gather(torch.tensor([least], dtype=torch.float64))
     return {"seconds": float(seconds.max()), "bytes": sent / repeats, "calls": calls / repeats}
 
 

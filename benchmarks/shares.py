@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ntk_iterncgp  # noqa: F401  registers the flavours
-from ntk_iterncgp.priors.jacobian import Jacobian
+from ntk_iterncgp.jacobian.autograd import Jacobian
 
 NETWORKS: dict[str, tuple[tuple[int, ...], type[nn.Module]]] = {
     "tanh 64-32-10": ((64, 32, 10), nn.Tanh),

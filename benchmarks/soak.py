@@ -30,9 +30,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ntk_iterncgp  # noqa: F401  registers the flavours
 from ntk_iterncgp import NonConjugateGP, kernels, likelihoods
-from ntk_iterncgp.files import load_posterior, save_posterior
-from ntk_iterncgp.memory import resident_bytes
-from ntk_iterncgp.runs.predictor import KernelPredictor
+from ntk_iterncgp.experiments.runs.predictor import KernelPredictor
+from ntk_iterncgp.persistence.files import load_posterior, save_posterior
+from ntk_iterncgp.runtime.memory import resident_bytes
 
 MAX_SLOPE = 0.25  # MiB per minute, beyond twice the error of the slope itself
 KILLS = 20

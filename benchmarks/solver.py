@@ -37,8 +37,8 @@ from torch import Tensor
 
 import ntk_iterncgp
 from ntk_iterncgp import NonConjugateGP, kernels, likelihoods
-from ntk_iterncgp.memory import peak_resident_bytes, resident_bytes, restart_peak
-from ntk_iterncgp.priors import GramPrior
+from ntk_iterncgp.priors.gram import GramPrior
+from ntk_iterncgp.runtime.memory import peak_resident_bytes, resident_bytes, restart_peak
 
 MAX_OVERHEAD = 0.15
 MAX_MEMORY_RATIO = 1.3

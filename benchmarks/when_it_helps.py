@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ntk_iterncgp  # noqa: F401  registers the flavours
-from ntk_iterncgp.laplace_addon.grid import pass_once
+from ntk_iterncgp.laplace_torch.grid import pass_once
 from ntk_iterncgp.likelihoods import Softmax
-from ntk_iterncgp.predictive import classification_uncertainty, expected_response
-from ntk_iterncgp.tuning import Moments, ScalarPath
+from ntk_iterncgp.posterior.predictive import classification_uncertainty, expected_response
+from ntk_iterncgp.posterior.tuning import Moments, ScalarPath
 
 GRID = torch.logspace(-2, 4, 25, dtype=torch.float64)
 TEMPERATURES = torch.logspace(-0.7, 0.7, 25, dtype=torch.float64)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ntk_iterncgp  # noqa: F401 (registers hessian_structure="iterncgp")
-from ntk_iterncgp.evaluation.links import mutual_information
+from ntk_iterncgp.experiments.evaluation.links import mutual_information
 
 ROUNDS, PER_ROUND, SEEDS = 4, 6, (0, 1)
 

@@ -14,10 +14,10 @@ from laplace import Laplace
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import ntk_iterncgp  # noqa: F401 (registers hessian_structure="iterncgp")
-from ntk_iterncgp import datasets, models
-from ntk_iterncgp.config import DataConfig
-from ntk_iterncgp.evaluation import classification_metrics
-from ntk_iterncgp.evaluation.links import class_probabilities
+from ntk_iterncgp.experiments import datasets, models
+from ntk_iterncgp.experiments.config import DataConfig
+from ntk_iterncgp.experiments.evaluation import classification_metrics
+from ntk_iterncgp.experiments.evaluation.links import class_probabilities
 
 
 def main(toy: bool) -> None:

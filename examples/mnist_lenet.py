@@ -9,8 +9,8 @@ NTK_ITERNCGP_DATA nor to be had from the network, scikit-learn's digits stand in
 
 import sys
 
-from ntk_iterncgp.config import ConfigError, load
-from ntk_iterncgp.runs import evaluate
+from ntk_iterncgp.experiments.config import ConfigError, load
+from ntk_iterncgp.experiments.runs import evaluate
 
 LENET = ["data.name=mnist", "model.name=lenet", "data.ood=[fashion_mnist]"]
 STAND_IN = ["data.name=digits", "model.name=cnn", "data.ood=[rotated]"]

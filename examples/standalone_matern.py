@@ -12,7 +12,7 @@ from sklearn.model_selection import train_test_split
 from sklearn.preprocessing import StandardScaler
 
 from ntk_iterncgp import NonConjugateGP, kernels, likelihoods
-from ntk_iterncgp.evaluation import classification_metrics
+from ntk_iterncgp.experiments.evaluation import classification_metrics
 
 
 def fit(lengthscale: float, X: torch.Tensor, y: torch.Tensor) -> NonConjugateGP:

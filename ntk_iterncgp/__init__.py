@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ntk_iterncgp import kernels, likelihoods
-    from ntk_iterncgp.checkpoint import Checkpoint
+    from ntk_iterncgp.fitting.report import FitReport
+    from ntk_iterncgp.fitting.self_check import SelfCheckError
     from ntk_iterncgp.gp import NonConjugateGP
-    from ntk_iterncgp.laplace_addon import IterNCGPAllLaplace, IterNCGPLastLayerLaplace
-    from ntk_iterncgp.posterior import Evidence
-    from ntk_iterncgp.self_check import SelfCheckError
-    from ntk_iterncgp.solver.report import FitReport
+    from ntk_iterncgp.laplace_torch import IterNCGPAllLaplace, IterNCGPLastLayerLaplace
+    from ntk_iterncgp.persistence.checkpoint import Checkpoint
+    from ntk_iterncgp.posterior.function_space import Evidence
 
 __all__ = [
     "Checkpoint",
@@ -39,13 +39,13 @@ __all__ = [
 __version__ = "0.1.0"
 
 _DEFINED_IN = {
-    "Checkpoint": "checkpoint",
-    "Evidence": "posterior",
-    "FitReport": "solver.report",
-    "IterNCGPAllLaplace": "laplace_addon",
-    "IterNCGPLastLayerLaplace": "laplace_addon",
+    "Checkpoint": "persistence.checkpoint",
+    "Evidence": "posterior.function_space",
+    "FitReport": "fitting.report",
+    "IterNCGPAllLaplace": "laplace_torch",
+    "IterNCGPLastLayerLaplace": "laplace_torch",
     "NonConjugateGP": "gp",
-    "SelfCheckError": "self_check",
+    "SelfCheckError": "fitting.self_check",
 }
 
 
@@ -82,7 +82,7 @@ class _RegisterWithLaplace(MetaPathFinder):
                 with warnings.catch_warnings():  # laplace-torch scripts a function, which torch now discourages
                     warnings.filterwarnings("ignore", message="`torch.jit.script`", category=FutureWarning)
                     execute(module)
-                importlib.import_module("ntk_iterncgp.laplace_addon")
+                importlib.import_module("ntk_iterncgp.laplace_torch")
                 if self in sys.meta_path:
                     sys.meta_path.remove(self)
 
@@ -91,6 +91,6 @@ class _RegisterWithLaplace(MetaPathFinder):
 
 
 if "laplace" in sys.modules:
-    importlib.import_module("ntk_iterncgp.laplace_addon")
+    importlib.import_module("ntk_iterncgp.laplace_torch")
 else:
     sys.meta_path.insert(0, _RegisterWithLaplace())

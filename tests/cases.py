@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from ntk_iterncgp import kernels, likelihoods
-from ntk_iterncgp.priors import DensePrior, GramPrior, Prior
+from ntk_iterncgp.priors.base import Prior
+from ntk_iterncgp.priors.dense import DensePrior
+from ntk_iterncgp.priors.gram import GramPrior
 from ntk_iterncgp.solver import NewtonOptions, Problem, State, Status, Stopping, initial_state, newton, resolve_policy
 from tests import oracles
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ntk_iterncgp import Checkpoint, NonConjugateGP, kernels, likelihoods
-from ntk_iterncgp.checkpoint import Call
+from ntk_iterncgp.persistence.checkpoint import CheckpointSession
 from tests.clusters_helpers import Net, Stream, make_net
 
 
@@ -121,7 +121,7 @@ def numbers(made: Any) -> dict[str, Any]:
         found |= dict(zip(("mean", "covariance"), made.latent(x.to(made.dtype or x.dtype)), strict=True))
         return found
     state = made.state_dict()
-    return found | {**state.pop("posterior"), **state, "random": made._fit.progress.__class__.__name__}
+    return found | {**state.pop("posterior"), **state, "random": made._fit.state.__class__.__name__}
 
 
 def assert_same(one: Any, other: Any) -> None:
@@ -135,15 +135,15 @@ def assert_same(one: Any, other: Any) -> None:
 
 def die_at_save(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """After so many saves the process is gone."""
-    save, count = Call.save, [0]
+    save, count = CheckpointSession.save, [0]
 
-    def counted(call: Call, *arguments: Any, **settings: Any) -> None:
-        save(call, *arguments, **settings)
+    def counted(session: CheckpointSession, *arguments: Any, **settings: Any) -> None:
+        save(session, *arguments, **settings)
         count[0] += 1
         if count[0] == number:
             raise Killed
 
-    monkeypatch.setattr(Call, "save", counted)
+    monkeypatch.setattr(CheckpointSession, "save", counted)
 
 
 def checkpoint_in(folder: Path, said: list[str] | None = None, **settings: Any) -> Checkpoint:

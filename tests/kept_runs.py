@@ -16,8 +16,10 @@ from laplace import Laplace
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ntk_iterncgp import Checkpoint, NonConjugateGP, cli, files, kernels, likelihoods
-from ntk_iterncgp import checkpoint as module
+from ntk_iterncgp import Checkpoint, NonConjugateGP, kernels, likelihoods
+from ntk_iterncgp.experiments import cli
+from ntk_iterncgp.persistence import checkpoint as module
+from ntk_iterncgp.persistence import files
 from tests.checkpoint_helpers import Killed, checkpoint_in, die_at_save
 
 KEPT = Path(__file__).parent / "kept"

@@ -25,12 +25,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import ntk_iterncgp  # noqa: F401  registers the flavours
-from ntk_iterncgp import NonConjugateGP, kernels, likelihoods, parallel
-from ntk_iterncgp import checkpoint as checkpoint_module
-from ntk_iterncgp.checkpoint import Checkpoint
-from ntk_iterncgp.data import FixedOrderData
-from ntk_iterncgp.priors import GramPrior, trace
-from ntk_iterncgp.self_check import problems
+from ntk_iterncgp import NonConjugateGP, kernels, likelihoods
+from ntk_iterncgp.data.fixed_order import FixedOrderData
+from ntk_iterncgp.fitting.self_check import problems
+from ntk_iterncgp.jacobian import trace
+from ntk_iterncgp.persistence import checkpoint as checkpoint_module
+from ntk_iterncgp.persistence.checkpoint import Checkpoint
+from ntk_iterncgp.priors.gram import GramPrior
+from ntk_iterncgp.runtime import parallel
 from ntk_iterncgp.solver import State
 
 torch.set_num_threads(1)
@@ -378,7 +380,7 @@ def traffic_of_a_fit(num_actions: int) -> tuple[int, int, int]:
     X, y = inputs_and_labels()
     la, before = laplace(num_actions=num_actions), parallel.traffic.bytes
     la.fit(DataLoader(TensorDataset(X, y), 4))
-    swept = la._fit.progress.clusters.passes[0]
+    swept = la._fit.state.clusters.passes[0]
     return parallel.traffic.bytes - before, swept.images.nbytes, swept.num_groups
 
 
@@ -386,15 +388,15 @@ def traffic_of_a_fit(num_actions: int) -> tuple[int, int, int]:
 
 
 def break_image(la: Any) -> None:
-    la._fit.progress.clusters.passes[0].images[2] *= 1.1
+    la._fit.state.clusters.passes[0].images[2] *= 1.1
 
 
 def break_small_matrix(la: Any) -> None:
-    la._fit.progress.clusters.gram_blocks[0, 0][1, 1] *= 0.5
+    la._fit.state.clusters.gram_blocks[0, 0][1, 1] *= 0.5
 
 
 def break_directions(la: Any) -> None:
-    la._fit.progress.clusters.passes[0].directions[0, :10] *= 1.5
+    la._fit.state.clusters.passes[0].directions[0, :10] *= 1.5
 
 
 def break_kernel_image(gp: Any) -> None:

@@ -18,14 +18,16 @@ from benchmarks import (
     shares,
     soak,
     solver,
+    walk,
     when_it_helps,
 )
-from ntk_iterncgp import memory
-from ntk_iterncgp.files import load_posterior
 from ntk_iterncgp.kernels import fused
+from ntk_iterncgp.persistence.files import load_posterior
+from ntk_iterncgp.runtime import memory
 from tests.parallel_work import in_processes
 
 
+@pytest.mark.cli
 def test_the_solver_benchmark_prints_a_table_and_writes_its_ratios(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,6 +100,7 @@ def test_the_peak_of_memory_sees_a_large_block_come_and_go() -> None:
     assert memory.resident_bytes() - start < 0.9 * size
 
 
+@pytest.mark.cli
 def test_the_columns_of_the_ntk_are_measured_in_epochs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "ntk.json"
     ntk.main(["--quick", "--json", str(file)])
@@ -107,6 +110,7 @@ def test_the_columns_of_the_ntk_are_measured_in_epochs(tmp_path: Path, capsys: p
     assert figures["memory"]["predict"] > 0
 
 
+@pytest.mark.cli
 @pytest.mark.skipif(fused.missing_compiler() is not None, reason="needs a C++ compiler")
 def test_the_kernel_benchmark_prints_a_table_and_writes_its_ratios(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -130,6 +134,7 @@ def test_the_kernel_benchmark_prints_a_table_and_writes_its_ratios(
     assert (missed, kept, kernels.Row("x", 1.0, 0.5, at_least=False).verdict) == ("MISSED", "ok", "MISSED")
 
 
+@pytest.mark.cli
 def test_the_benchmark_of_hyperparameters_shows_found_over_true(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,6 +148,7 @@ def test_the_benchmark_of_hyperparameters_shows_found_over_true(
     assert hyperparameters.Row("poisson", 0, 1.0, 1.2, 0.75, 4, True).verdict == "MISSED"
 
 
+@pytest.mark.cli
 def test_the_one_epoch_benchmark_counts_a_fit_in_epochs_and_a_prediction_in_forward_passes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +161,7 @@ def test_the_one_epoch_benchmark_counts_a_fit_in_epochs_and_a_prediction_in_forw
     assert "forward passes" in capsys.readouterr().out
 
 
+@pytest.mark.cli
 def test_the_benchmark_of_when_it_helps_compares_the_data_with_the_prior_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,6 +173,7 @@ def test_the_benchmark_of_when_it_helps_compares_the_data_with_the_prior_alone(
     assert "the data beat the prior alone" in capsys.readouterr().out
 
 
+@pytest.mark.cli
 def test_the_benchmark_of_peers_has_ours_at_three_budgets_and_never_below_the_exact_variance(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,6 +193,8 @@ def test_the_benchmark_of_peers_has_ours_at_three_budgets_and_never_below_the_ex
     assert len(lines) == 2 + len(rows) and len({len(line) for line in lines}) == 1
 
 
+@pytest.mark.cli
+@pytest.mark.process
 def test_the_benchmark_of_scaling_counts_the_bytes_that_it_expects(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +213,7 @@ def test_the_benchmark_of_scaling_counts_the_bytes_that_it_expects(
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
 
 
+@pytest.mark.cli
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident memory is read from /proc")
 def test_the_soak_reads_memory_after_each_round_and_judges_its_slope(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -244,6 +255,7 @@ def test_a_soak_fails_where_a_killed_run_ends_with_other_bits(code: int, monkeyp
         soak.kill_and_resume(3)
 
 
+@pytest.mark.cli
 def test_shares_are_set_beside_the_best_that_so_many_actions_could_get(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,3 +267,15 @@ def test_shares_are_set_beside_the_best_that_so_many_actions_could_get(
     for ours, best in zip(figures["ours"], figures["best"], strict=True):
         assert 0.8 * best < ours < 100.01 and best < 100.01
     assert len(capsys.readouterr().out.splitlines()) == 4
+
+
+@pytest.mark.cli
+def test_the_walk_from_fit_to_the_sweep_gets_no_longer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each figure at most as large as it was when this was written; the targets themselves are in the table."""
+    file = tmp_path / "walk.json"
+    assert walk.main(["--json", str(file)]) == 0
+    found = {row["what"]: row["found"] for row in json.loads(file.read_text())}
+    assert found["files of a fit"] <= 43 and found["functions of a fit"] <= 327
+    assert found["files of a prediction"] <= 17 and found["longest chain of imports"] <= 19
+    assert found["files of kernels/ that laplace_torch imports"] == 0
+    assert "at most" in capsys.readouterr().out

@@ -30,6 +30,7 @@ def test_every_example_is_tested() -> None:
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == EXAMPLES.keys()
 
 
+@pytest.mark.cli
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_example_runs_from_any_folder_and_prints_its_result(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

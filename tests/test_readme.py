@@ -3,18 +3,21 @@
 import re
 import shutil
 import struct
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
-from ntk_iterncgp import cli, demo
-from ntk_iterncgp.config import KERNELS
-from ntk_iterncgp.evaluation.compare import LABELS
+from ntk_iterncgp.experiments import cli, demo
+from ntk_iterncgp.experiments.config import KERNELS
+from ntk_iterncgp.experiments.evaluation.compare import LABELS
 from ntk_iterncgp.likelihoods import __all__ as LIKELIHOODS
-from ntk_iterncgp.predictive import LINKS
+from ntk_iterncgp.posterior.predictive import LINKS
 from ntk_iterncgp.solver import POLICIES, Status
+from tests.test_repository import ORDER
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -58,6 +61,7 @@ def small_official_data(root: Path) -> None:
             write_idx(folder / f"{part}-labels-idx1-ubyte", (np.arange(size) % 10).astype(np.uint8))
 
 
+@pytest.mark.cli
 def test_the_commands_of_the_readme_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [line.partition("#")[0].split() for line in re.findall(r"^    ntk-iterncgp (.*)$", README, re.MULTILINE)]
     assert {line[0] for line in lines} == {"fit", "predict", "evaluate"}
@@ -96,3 +100,29 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("name", [*POLICIES, *LINKS, *KERNELS, *sorted(set(LIKELIHOODS) - {"Likelihood"}), *Status])
 def test_the_readme_names_every_choice(name: str) -> None:
     assert f"`{name}" in README or f'`"{name}"' in README
+
+
+def test_the_architecture_names_files_and_names_that_exist() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    files = set(re.findall(r"`((?:[a-z_]+/)+[a-z_]*(?:\.py)?)`", page))
+    assert len(files) > 20 and not [
+        file for file in files if not ((ROOT / "ntk_iterncgp" / file).exists() or (ROOT / file).exists())
+    ]
+    named = re.findall(r"`([a-z_/]+\.py)`: `([\w.]+)`", page)
+    assert len(named) > 12
+    for file, name in named:
+        source = (ROOT / "ntk_iterncgp" / file).read_text(encoding="utf-8")
+        for part in name.split("."):
+            assert re.search(rf"(def|class) {part}\b", source), f"{name} is not in {file}"
+
+
+def test_the_rooms_of_the_architecture_are_those_of_the_package() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    picture = page.split("```text\n")[1].split("```")[0]
+    assert {room for rooms in ORDER for room in rooms} - {"__main__"} <= set(re.findall(r"[a-z_]+", picture))
+
+
+def test_the_citation_is_of_this_version_and_of_the_paper() -> None:
+    found = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert found["version"] == version("ntk-iterncgp") and found["license"] == "MIT"
+    assert found["references"][0]["authors"][0]["family-names"] == "Tatzel"

@@ -1,4 +1,5 @@
-"""The house rules that a reader relies on and a linter does not know: import order, paths, safe loading, file size.
+"""The house rules that a reader relies on and a linter does not know: import order, paths, safe loading, file size,
+markers of tests.
 
 Each rule is a function from source text to a list of offences, so that it can be tried on planted offences as well.
 """
@@ -17,30 +18,17 @@ MAX_LINES = 600  # files are cut by idea; ruff limits how complex a function may
 
 # Rooms from the foundations up. A room may import from lines above its own, and from itself.
 ORDER = [
-    {"parallel", "threads", "files", "digests", "precision", "frozen", "inputs"},
-    {"locks"},
-    {"checkpoint", "order", "interrupt", "memory", "orthonormal"},
-    {"kept", "repeatability"},
-    {"data"},
-    {"columns"},
-    {"kernels"},
-    {"likelihoods"},
+    {"runtime"},
+    {"linalg"},
+    {"data", "kernels", "likelihoods"},
+    {"jacobian"},
     {"priors"},
-    {"solver"},
-    {"posterior", "weight_posterior"},
-    {"self_check"},
-    {"weight_check"},
-    {"predictive"},
-    {"network"},
-    {"tuning", "hyperparameters", "gp_checks", "gp_saving"},
-    {"gp", "laplace_addon"},
-    {"settings", "reporting"},
-    {"config"},
-    {"datasets", "models"},
-    {"evaluation"},
-    {"runs"},
-    {"demo", "reproduce"},
-    {"cli"},
+    {"solver", "clusters"},
+    {"posterior"},
+    {"persistence"},
+    {"fitting"},
+    {"gp", "laplace_torch"},
+    {"experiments"},
     {"__main__"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
@@ -48,6 +36,11 @@ LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 # Top-level folders that are made by tools or runs and never committed, as in .gitignore.
 NOT_OURS = {"build", "dist", "data", "runs", "results"}
 FOREIGN_PATH = re.compile(r"(?<![\w.~/}-])/(?:home|root|Users|work|mnt|scratch)(?![\w-])|[A-Za-z]:\\+Users\b")
+# What a test with the marker does. Every command has a `main`; examples are run by runpy.
+MARKED = {
+    "process": re.compile(r"\b(subprocess|multiprocessing|in_processes|os\.fork)\b"),
+    "cli": re.compile(r"\bmain\(|\brunpy\b"),
+}
 PICKLES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve"}
 
 
@@ -115,7 +108,7 @@ def uses_of_torch_distributed(source: str, path: Path) -> list[str]:
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed"
     ]
-    return [f"line {line}: torch.distributed; ask {PACKAGE}.parallel instead" for line in imports + attributes]
+    return [f"line {line}: torch.distributed; ask {PACKAGE}.runtime.parallel instead" for line in imports + attributes]
 
 
 def paths_of_one_machine(source: str, path: Path) -> list[str]:
@@ -151,6 +144,39 @@ def excess_length(source: str, path: Path) -> list[str]:
     return [f"{lines} lines, more than {MAX_LINES}: it asks to be two files"] if lines > MAX_LINES else []
 
 
+def missing_markers(source: str, path: Path) -> list[str]:
+    """Tests that start processes or run a command, themselves or through what their module defines, and do not say so.
+
+    The fast lane leaves tests out by their markers.
+    """
+    definitions: dict[str, ast.stmt] = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            definitions[node.name] = node
+        elif isinstance(node, ast.Assign):
+            definitions |= {target.id: node for target in node.targets if isinstance(target, ast.Name)}
+
+    def reached_from(*names: str) -> str:
+        """The source of these and of all that they name: helpers, decorators and, as arguments, fixtures."""
+        found: dict[str, ast.stmt] = {}
+        waiting = list(names)
+        while waiting:
+            name = waiting.pop()
+            if name in definitions and name not in found:
+                found[name] = definitions[name]
+                waiting += [node.id for node in ast.walk(found[name]) if isinstance(node, ast.Name)]
+                waiting += [node.arg for node in ast.walk(found[name]) if isinstance(node, ast.arg)]
+        return "\n".join(ast.unparse(node) for node in found.values())
+
+    offences = []
+    for name in definitions:
+        if name.startswith("test_"):
+            text = reached_from(name, "pytestmark")
+            missing = [m for m, work in MARKED.items() if work.search(text) and f"pytest.mark.{m}" not in text]
+            offences += [f"{name} lacks @pytest.mark.{marker}" for marker in missing]
+    return offences
+
+
 def offences_in(paths: list[Path], rule: Callable[[str, Path], list[str]]) -> list[str]:
     assert paths, "found no file to check"
     found = []
@@ -168,7 +194,7 @@ def test_imports_inside_the_package_go_one_way() -> None:
 
 
 def test_only_parallel_imports_torch_distributed() -> None:
-    others = [path for path in package_files() if room_of(path) != "parallel"]
+    others = [path for path in package_files() if path != ROOT / PACKAGE / "runtime" / "parallel.py"]
     assert offences_in(others, uses_of_torch_distributed) == []
 
 
@@ -184,17 +210,27 @@ def test_no_file_of_the_package_is_too_long() -> None:
     assert offences_in(package_files(), excess_length) == []
 
 
+def test_every_test_that_starts_processes_or_runs_a_command_is_marked() -> None:
+    tests = [path for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)]  # which plants offences
+    assert offences_in(tests, missing_markers) == []
+
+
 @pytest.mark.parametrize(
     ("rule", "file", "source", "is_offence"),
     [
         (imports_against_the_order, "solver/inner.py", "from ntk_iterncgp.gp import NonConjugateGP", True),
         (imports_against_the_order, "solver/inner.py", "def f():\n    from ..posterior import mean", True),
-        (imports_against_the_order, "solver/inner.py", "import ntk_iterncgp.cli", True),
+        (imports_against_the_order, "solver/inner.py", "import ntk_iterncgp.experiments.cli", True),
         (imports_against_the_order, "solver/inner.py", "from ntk_iterncgp import NonConjugateGP", True),
-        (imports_against_the_order, "gp.py", "from . import laplace_addon", True),
+        (imports_against_the_order, "gp/checks.py", "from .. import laplace_torch", True),
         (imports_against_the_order, "utils.py", "", True),
         (imports_against_the_order, "solver/inner.py", "from ..priors.base import Prior\nfrom . import state", False),
-        (imports_against_the_order, "gp.py", "from ntk_iterncgp import kernels\nfrom .solver import newton", False),
+        (
+            imports_against_the_order,
+            "gp/checks.py",
+            "from ntk_iterncgp import kernels\nfrom ..solver import newton",
+            False,
+        ),
         (imports_against_the_order, "__init__.py", "from .gp import NonConjugateGP", False),
         (uses_of_torch_distributed, "data.py", "import torch.distributed as dist", True),
         (uses_of_torch_distributed, "data.py", "from torch import distributed", True),
@@ -211,6 +247,13 @@ def test_no_file_of_the_package_is_too_long() -> None:
         (unsafe_loading, "checkpoint.py", "torch.load('x', weights_only=True)\nyaml.safe_load('x')", False),
         (excess_length, "gp.py", "x = 1\n" * (MAX_LINES + 1), True),
         (excess_length, "gp.py", "x = 1\n" * MAX_LINES, False),
+        (missing_markers, "test_a.py", "def test_a():\n    subprocess.run([])", True),
+        (missing_markers, "test_a.py", "def run():\n    cli.main([])\n\ndef test_a():\n    run()", True),
+        (missing_markers, "test_a.py", "def child():\n    os.fork()\n\ndef test_a(child):\n    pass", True),
+        (missing_markers, "test_a.py", "@pytest.mark.cli\ndef test_a():\n    subprocess.run([])", True),
+        (missing_markers, "test_a.py", "@pytest.mark.process\ndef test_a():\n    subprocess.run([])", False),
+        (missing_markers, "test_a.py", "pytestmark = pytest.mark.cli\n\ndef test_a():\n    main([])", False),
+        (missing_markers, "test_a.py", "def run():\n    cli.main([])\n\ndef test_a():\n    pass", False),
     ],
 )
 def test_each_rule_tells_an_offence_from_good_code(

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ntk_iterncgp import NonConjugateGP, cli, kernels, likelihoods, parallel
+from ntk_iterncgp import NonConjugateGP, kernels, likelihoods
+from ntk_iterncgp.experiments import cli
+from ntk_iterncgp.runtime import parallel
 from tests.parallel_work import CLASSES, DataLoader, TensorDataset, inputs_and_labels, laplace, of_network, plain
 
 

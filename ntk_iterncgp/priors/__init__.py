@@ -1,10 +1,7 @@
-"""Gaussian priors over latent functions, known to the solver only through the questions of `Prior`."""
+"""Gaussian priors over the latent values, known by their products.
 
-from ntk_iterncgp.priors.base import Prior
-from ntk_iterncgp.priors.dense import DensePrior
-from ntk_iterncgp.priors.gram import GramPrior
-from ntk_iterncgp.priors.jacobian import Jacobian
-from ntk_iterncgp.priors.last_layer import LastLayerJacobian
-from ntk_iterncgp.priors.ntk import NTKPrior
+base    the contract            dense   an explicit matrix
+gram    a kernel                ntk     a linearised network
 
-__all__ = ["DensePrior", "GramPrior", "Jacobian", "LastLayerJacobian", "NTKPrior", "Prior"]
+Import from these modules: a network needs no kernels, and a kernel no network.
+"""

@@ -10,7 +10,7 @@
 
 A *product* is K applied to one n-vector. Solver and posterior know nothing else about where the covariance comes from.
 
-With several processes `share` says which data are this one's: its rows of actions and images, and the blocks it gives.
+With several processes `shard` says which data are this one's: its rows of actions and images, and the blocks it gives.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ntk_iterncgp import parallel
-from ntk_iterncgp.columns import Buffer, Columns, Images, Weight
+from ntk_iterncgp.linalg.columns import Buffer, Columns, Images, Weight
+from ntk_iterncgp.runtime import parallel
 
 
 class AtInputs(NamedTuple):
@@ -43,8 +43,8 @@ class Prior(ABC):
     device: torch.device
     shares_kernel: bool = False  # the outputs are independent with one kernel: Kronecker actions are possible
 
-    def __init__(self, share: parallel.Share) -> None:
-        self.share, self.num_products = share, 0
+    def __init__(self, shard: parallel.Shard) -> None:
+        self.shard, self.num_products = shard, 0
 
     @property
     @abstractmethod
@@ -98,13 +98,13 @@ class Prior(ABC):
     def variance_scale(self) -> float:
         """The largest prior variance among the first training inputs."""
         largest = torch.zeros((), dtype=torch.float64, device=self.device)
-        if parallel.is_main() or self.share.is_whole:  # who always has some
+        if parallel.is_main() or self.shard.is_whole:  # who always has some
             largest += next(self.blocks())[1].diagonal(dim1=1, dim2=2).max()
-        return float(largest if self.share.is_whole else parallel.from_main(largest))
+        return float(largest if self.shard.is_whole else parallel.from_main(largest))
 
     def curvature_trace(self, curvature: Weight) -> float:
         """tr(W K), for products with W; exact here, a prior may estimate it."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for data, block in self.blocks():
             total += curvature(data, block).diagonal(dim1=1, dim2=2).sum()
-        return float(self.share.sum(total))
+        return float(self.shard.sum(total))

@@ -12,16 +12,16 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ntk_iterncgp.columns import Buffer, Columns, DenseColumns, Images
-from ntk_iterncgp.parallel import Share
+from ntk_iterncgp.linalg.columns import Buffer, Columns, DenseColumns, Images
 from ntk_iterncgp.priors.base import AtInputs, Prior
+from ntk_iterncgp.runtime.parallel import Shard
 
 
 class DensePrior(Prior):
     """`covariance` is (points·C, points·C), class index fastest; `mean` is (points, C)."""
 
     def __init__(self, covariance: Tensor, mean: Tensor, num_data: int) -> None:
-        super().__init__(Share.even(num_data))
+        super().__init__(Shard.even(num_data))
         self.num_data, self.num_outputs = num_data, mean.shape[1]
         self.dtype, self.device = covariance.dtype, covariance.device
         self._covariance, self._mean = covariance, mean.double()
@@ -34,8 +34,8 @@ class DensePrior(Prior):
     def image(self, actions: Columns) -> DenseColumns:
         assert isinstance(actions, DenseColumns)
         self.num_products += actions.size
-        rows = self.share.take(self._covariance[: self._num_rows, : self._num_rows])
-        return DenseColumns.of(rows @ actions.whole().matrix, self.num_outputs, self.share)
+        rows = self.shard.take(self._covariance[: self._num_rows, : self._num_rows])
+        return DenseColumns.of(rows @ actions.whole().matrix, self.num_outputs, self.shard)
 
     def gram(self, left: Buffer, right: Buffer) -> Tensor:
         return left.actions.gram(self.lift(right.images))
@@ -53,7 +53,7 @@ class DensePrior(Prior):
         return AtInputs(self._mean[x], cross, covariance.double())
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        data = self.share.mine
+        data = self.shard.mine
         yield data, self._blocks_of(torch.arange(data.start, data.stop, device=self.device)).double()
 
     def product_error(self, gram: Tensor) -> float:

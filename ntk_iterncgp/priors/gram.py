@@ -20,13 +20,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ntk_iterncgp import parallel
-from ntk_iterncgp.columns import Buffer, Columns, DenseColumns, Images, KroneckerColumns
 from ntk_iterncgp.kernels import Kernel, KernelMatrix
 from ntk_iterncgp.kernels.choice import DEFAULT_TOLERANCE
 from ntk_iterncgp.kernels.tiles import WHOLE, Part
-from ntk_iterncgp.parallel import Share
+from ntk_iterncgp.linalg.columns import Buffer, Columns, DenseColumns, Images, KroneckerColumns
 from ntk_iterncgp.priors.base import AtInputs, Prior
+from ntk_iterncgp.runtime import parallel
+from ntk_iterncgp.runtime.parallel import Shard
 
 FEW_BYTES = 4 * 2**20  # of k(x, X), below which it is written out
 MEASURED_ROWS = 32  # of k(X, X), by which the error of products is measured
@@ -35,7 +35,7 @@ MEASURED_ROWS = 32  # of k(X, X), by which the error of products is measured
 class GramPrior(Prior):
     """`kernels` holds one kernel (shared by the outputs) or C; `mean` is one constant per output.
 
-    `method` and `tolerance` are those of `KernelMatrix`. `share` is that of this process unless another one is given.
+    `method` and `tolerance` are those of `KernelMatrix`. `shard` is that of this process unless another one is given.
     `data_dtype` is the dtype in which the inputs were given, where they are computed with in another one.
     """
 
@@ -48,10 +48,10 @@ class GramPrior(Prior):
         chunk_bytes: int = 64 * 2**20,
         method: str = "auto",
         tolerance: float | None = None,
-        share: Share | None = None,
+        shard: Shard | None = None,
         data_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(share or Share.even(len(inputs)))
+        super().__init__(shard or Shard.even(len(inputs)))
         self.kernels, self.inputs, self.chunk_bytes = list(kernels), inputs, chunk_bytes
         self.method, self.tolerance = method, tolerance
         self.num_data, self.num_outputs = inputs.shape[0], mean.shape[0]
@@ -59,7 +59,7 @@ class GramPrior(Prior):
         self.data_dtype = data_dtype or inputs.dtype
         self.shares_kernel = len(self.kernels) == 1
         self._mean = mean.double().to(inputs.device)  # (C,)
-        self._own_inputs = self.share.take(inputs)
+        self._own_inputs = self.shard.take(inputs)
 
     @property
     def mean(self) -> Tensor:
@@ -68,7 +68,7 @@ class GramPrior(Prior):
     @cached_property
     def matrices(self) -> list[KernelMatrix]:
         """What this process multiplies by, for each kernel: k(X, X), a part of it, or some of its rows."""
-        if self.share.is_whole or self._by_rows:
+        if self.shard.is_whole or self._by_rows:
             return [self._matrix(kernel, self._own_inputs, self.inputs, self.method) for kernel in self.kernels]
         part = Part(parallel.rank(), parallel.num_processes())
         return [self._matrix(kernel, self.inputs, self.inputs, self.method, part) for kernel in self.kernels]
@@ -85,7 +85,7 @@ class GramPrior(Prior):
     def _matrices_at(self, x: Tensor) -> list[KernelMatrix]:
         """k(x, X) for the X of this process, by the compiled formula of k(X, X) where there is one: x alone might not
         be worth compiling."""
-        if x is self.inputs and self.share.is_whole:
+        if x is self.inputs and self.shard.is_whole:
             return self.matrices
         methods = ("fused" if m.uses_compiled_tiles else self.method for m in self.matrices)
         return [
@@ -102,16 +102,16 @@ class GramPrior(Prior):
         if isinstance(actions, KroneckerColumns):  # r single-output columns cost what r/C columns of K cost
             self.num_products += -(-actions.factor.size // self.num_outputs)
             product = self._own_rows(self.matrices[0] @ actions.factor.whole().matrix)
-            return KroneckerColumns(DenseColumns.of(product, 1, self.share), actions.contrasts)
+            return KroneckerColumns(DenseColumns.of(product, 1, self.shard), actions.contrasts)
         assert isinstance(actions, DenseColumns)
         self.num_products += actions.size
         per_output = actions.whole().matrix.unflatten(0, (-1, self.num_outputs))  # (N, C, B)
         product = self._own_rows(self._product(self.matrices, per_output))
-        return DenseColumns.of(product.flatten(0, 1), self.num_outputs, self.share)
+        return DenseColumns.of(product.flatten(0, 1), self.num_outputs, self.shard)
 
     def _own_rows(self, product: Tensor) -> Tensor:
         """From what this process has multiplied."""
-        return product if self.share.is_whole or self._by_rows else self.share.take(parallel.all_sum(product))
+        return product if self.shard.is_whole or self._by_rows else self.shard.take(parallel.all_sum(product))
 
     def gram(self, left: Buffer, right: Buffer) -> Tensor:
         return left.actions.gram(self.lift(right.images))
@@ -123,14 +123,14 @@ class GramPrior(Prior):
     def at(self, x: Tensor, buffer: Buffer, *, joint: bool = False) -> AtInputs:
         x, actions = x.to(self._exact_dtype), buffer.actions
         cross = self._cross(x, actions.factor) if self.dtype == torch.float64 else self._exact_cross(x, actions.factor)
-        cross = self.share.sum(cross)  # (b, C, B), or (b, 1, r) of U ⊗ H
+        cross = self.shard.sum(cross)  # (b, C, B), or (b, 1, r) of U ⊗ H
         if isinstance(actions, KroneckerColumns):
             cross = torch.einsum("bi,cj->bcij", cross[:, 0], actions.contrasts).flatten(2)
         covariance = self._joint_covariance(x) if joint else self.blocks_of(x)
         return AtInputs(self._mean.expand(len(x), -1), cross, covariance)
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        step, mine = max(1, 2**16 // self.num_outputs**2), self.share.mine
+        step, mine = max(1, 2**16 // self.num_outputs**2), self.shard.mine
         for start in range(mine.start, mine.stop, step):
             data = slice(start, min(start + step, mine.stop))
             yield data, self.blocks_of(self.inputs[data])
@@ -161,7 +161,7 @@ class GramPrior(Prior):
             pair = matrix.rounding_of_points * float(self._exactly(kernel, x[:1], x[:1]))
             total = norm + torch.finfo(self.dtype).eps * sums.max() + pair + matrix.left_out
             error = torch.maximum(error, total)
-        return float(error if self.share.is_whole else parallel.from_main(error))
+        return float(error if self.shard.is_whole else parallel.from_main(error))
 
     @property
     def product_tolerance(self) -> float:

@@ -13,14 +13,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ntk_iterncgp import parallel
-from ntk_iterncgp.columns import Buffer, Columns, DenseColumns, Images, Weight
-from ntk_iterncgp.data import FixedOrderData, Inputs
+from ntk_iterncgp.data.fixed_order import FixedOrderData, Inputs
+from ntk_iterncgp.jacobian.base import NetworkJacobian
+from ntk_iterncgp.jacobian.rows import Rows
+from ntk_iterncgp.jacobian.trace import affordable_data, plan_trace
 from ntk_iterncgp.likelihoods.base import CurvatureAt
+from ntk_iterncgp.linalg.columns import Buffer, Columns, DenseColumns, Images, Weight
 from ntk_iterncgp.priors.base import AtInputs, Prior
-from ntk_iterncgp.priors.jacobian import NetworkJacobian
-from ntk_iterncgp.priors.rows import Rows
-from ntk_iterncgp.priors.trace import affordable_data, plan_trace
+from ntk_iterncgp.runtime import parallel
 
 TRACE_ENTRIES = 2**20  # of blocks of W at once
 
@@ -43,7 +43,7 @@ class NetworkImages(Images):
 class NTKPrior(Prior):
     """`outputs` (N, C) are the network's own, `prior_precision` is one number per weight.
 
-    `shift` is θ* − μ₀ (P,), or None for a prior mean that is the network itself. Each process sweeps its share of the
+    `shift` is θ* − μ₀ (P,), or None for a prior mean that is the network itself. Each process sweeps its shard of the
     data, which is where its rows of T are; A, summed over all, is in every process.
 
     `num_calls` says how many backward passes a fit makes for each W whose trace it asks for, and `curvature_stays` that
@@ -64,7 +64,7 @@ class NTKPrior(Prior):
         num_calls: int = 1,
         curvature_stays: bool = False,
     ) -> None:
-        super().__init__(data.share() or parallel.Share.whole(len(outputs)))
+        super().__init__(data.shard() or parallel.Shard.whole(len(outputs)))
         self.jacobian, self.data, self.chunk_bytes, self.shift = jacobian, data, chunk_bytes, shift
         self.num_data, self.num_outputs = outputs.shape
         self.dtype, self.device = jacobian.dtype, jacobian.device
@@ -74,7 +74,7 @@ class NTKPrior(Prior):
         self._diagonal: Tensor | None = None
         self._mean = outputs.double()
         if shift is not None:
-            moved = self.share.gather(self.product(shift[:, None]).double(), self.num_outputs)
+            moved = self.shard.gather(self.product(shift[:, None]).double(), self.num_outputs)
             self._mean = self._mean - moved.reshape(outputs.shape)
 
     @property
@@ -86,19 +86,19 @@ class NTKPrior(Prior):
     def transpose_product(self, actions: Columns) -> Tensor:  # (P, B)
         """A = JᵀS: one sweep, summed in float64, and one sum over all processes."""
         total = torch.zeros(self.jacobian.num_params, actions.size, dtype=torch.float64, device=self.device)
-        for data, x, _ in self.data.sweep(self.share):
+        for data, x, _ in self.data.sweep(self.shard):
             total += self.jacobian.vjp(x, actions.rows(data).to(self.dtype))
-        return self.share.sum(total)
+        return self.shard.sum(total)
 
     def product(self, weights: Tensor) -> Tensor:  # (P, k) -> (n, k)
         """J V, the rows of this process: one sweep."""
         weights = weights.to(self.dtype)
-        parts = [self.jacobian.jvp(x, weights).flatten(0, 1) for _, x, _ in self.data.sweep(self.share)]
+        parts = [self.jacobian.jvp(x, weights).flatten(0, 1) for _, x, _ in self.data.sweep(self.shard)]
         return torch.cat(parts) if parts else weights[:0]
 
     def rows(self) -> Iterator[tuple[slice, Rows]]:
         """The rows of J of this process's data, in parts that fit in `chunk_bytes`: one sweep."""
-        for data, x, _ in self.data.sweep(self.share):
+        for data, x, _ in self.data.sweep(self.shard):
             start = data.start
             for part in in_parts(self.jacobian, self.data, x, self.num_outputs, self.chunk_bytes):
                 size = self.data.num_rows(part)
@@ -112,12 +112,12 @@ class NTKPrior(Prior):
         weights = self.transpose_product(actions)
         outputs = self.product(self.prior_variance[:, None] * weights)
         in_weights = DenseColumns.of(weights.to(self.dtype), 1)  # whole in every process
-        return NetworkImages(in_weights, DenseColumns.of(outputs, self.num_outputs, self.share))
+        return NetworkImages(in_weights, DenseColumns.of(outputs, self.num_outputs, self.shard))
 
     def empty_images(self, columns: Columns) -> NetworkImages:
         assert isinstance(columns, DenseColumns)
         capacity, params = columns.storage.shape[0], self.jacobian.num_params
-        whole = parallel.Share.whole(params)
+        whole = parallel.Shard.whole(params)
         weights = DenseColumns.empty(whole, 1, capacity=capacity, dtype=self.dtype, device=self.device)
         return NetworkImages(weights, columns)
 
@@ -175,7 +175,7 @@ class NTKPrior(Prior):
         with torch.no_grad():
             for data, rows in self.rows():
                 total += rows.curvature_diagonal(partial(curvature, data))
-        return self.share.sum(total)
+        return self.shard.sum(total)
 
     def _of_some_rows(self, curvature: Weight) -> Tensor:  # (P,)
         total, (sample, counts) = self._zeros(), self._sample(curvature, self.trace.num_rows)
@@ -183,7 +183,7 @@ class NTKPrior(Prior):
         def counted(part: Tensor, block: Tensor) -> Tensor:
             return counts[part][:, None, None] * curvature(part, block)
 
-        mine = parallel.Share.even(len(sample)).take(sample)
+        mine = parallel.Shard.even(len(sample)).take(sample)
         with torch.no_grad():
             for part, x in self.data.pick(mine, self.num_data, self._rows_at_once()):
                 total += self.jacobian.rows(x, len(part)).curvature_diagonal(partial(counted, part))
@@ -194,10 +194,10 @@ class NTKPrior(Prior):
         traces, number = curvature.traces(), self.trace.num_probes
         drawn = self._draw(traces, number).sort().values
         uniform = torch.rand(number, generator=self._generator(1), dtype=torch.float64).to(self.device)
-        share = parallel.Share.even(number)
+        shard = parallel.Shard.even(number)
         total, eye = self._zeros(), torch.eye(self.num_outputs, dtype=torch.float64, device=self.device)
-        picked = self.data.pick(share.take(drawn), self.num_data, 1)
-        for (datum, x), chance in zip(picked, share.take(uniform), strict=True):
+        picked = self.data.pick(shard.take(drawn), self.num_data, 1)
+        for (datum, x), chance in zip(picked, shard.take(uniform), strict=True):
             root = curvature.root(datum, eye[None])[0]  # (C, C)
             sizes = root.square().sum(0).cumsum(0)
             column = root[:, int(torch.searchsorted(sizes, chance * sizes[-1]).clamp_max(self.num_outputs - 1))]
@@ -233,14 +233,14 @@ class NTKPrior(Prior):
     def variance_scale(self) -> float:
         """Of as few inputs as can be afforded: it is a scale."""
         largest = torch.zeros((), dtype=torch.float64, device=self.device)
-        if parallel.is_main() or self.share.is_whole:
+        if parallel.is_main() or self.shard.is_whole:
             x = next(self.data.batches())[0]
             some = next(self.data.chunk(x, self.checked_data(self.data.num_rows(x))))
             part = next(in_parts(self.jacobian, self.data, some, self.num_outputs, self.chunk_bytes))
             with torch.no_grad():
                 rows = self.jacobian.rows(part, self.data.num_rows(part))
                 largest += rows.covariance(self.prior_variance).diagonal(dim1=1, dim2=2).max()
-        return float(largest if self.share.is_whole else parallel.from_main(largest))
+        return float(largest if self.shard.is_whole else parallel.from_main(largest))
 
     def _rows_at_once(self) -> int:
         return max(1, self.chunk_bytes // self.jacobian.bytes_per_row(self.num_outputs))

@@ -12,7 +12,7 @@ Where this departs from the paper's listing, and why:
 3.  One product per action. v, K v and the residual are combinations of S and its images; the paper's listing spends
     three products (line 5, line 9 and Alg. 1, line 9).
 4.  The loop stops on ‖W r‖, not ‖r‖: pseudo-targets of saturated points are as large as 1/π and would hide the others;
-    and on √(rᵀW r), in posterior standard deviations: where the data say much, a share of ‖W b‖ is many of them.
+    and on √(rᵀW r), in posterior standard deviations: with informative data a small fraction of ‖W b‖ is many of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator
 
-from ntk_iterncgp.columns import Buffer
+from ntk_iterncgp.linalg.columns import Buffer
 from ntk_iterncgp.solver.policies import Policy, check_actions
 from ntk_iterncgp.solver.state import State
 from ntk_iterncgp.solver.stopping import Status
@@ -29,7 +29,21 @@ from ntk_iterncgp.solver.stopping import Status
 def inner_loop(
     state: State, policy: Policy, *, max_products: int, residual_tol: float, max_error: float = math.inf
 ) -> Generator[State, None, tuple[State, Status]]:
-    """Yields the state after each block of actions; returns the last one and why it stopped."""
+    """Solve the linear system of a state by actions until it converges or the budget is spent (Alg. 2).
+
+    Args:
+        state: where to start; the actions that it holds are used.
+        policy: proposes the actions.
+        max_products: how many products with the prior may be spent.
+        residual_tol: stop below this relative residual ‖W r‖ / ‖W b‖,
+        max_error: and this error of the mean, in posterior standard deviations.
+
+    Yields:
+        The state after each block of actions.
+
+    Returns:
+        The last state, and why the loop stopped.
+    """
     prior = state.problem.prior
     limit = prior.num_products + max_products
     while True:  # Alg. 2, line 4

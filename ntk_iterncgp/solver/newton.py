@@ -7,8 +7,8 @@ A departure from the paper: Newton's steps are damped. Ψ(v) = log p(y | m + K v
     of the actions: (G + TᵀWT) d = Tᵀ(∇ − v) always ascends and never inverts W.
 
 Neither costs a product: g = K v is linear along a step, so a trial costs O(n). `damped=False` is the paper's listing.
-A small step alone is not taken for convergence. A poor policy makes small steps too, so the residual must be small as
-well; and where the data say much, a small share of ‖g‖ is many posterior standard deviations (counts of 1e6: 1 % of
+A small step alone does not mean convergence. A poor policy makes small steps too, so the residual must be small as
+well; and with informative data a small fraction of ‖g‖ is many posterior standard deviations (counts of 1e6: 1 % of
 g = 14 is 140 of them), so the Newton decrement, in those units, must be small too. Once the products are spent, further
 Newton steps within the span are free, and are taken until the mean converges there.
 """
@@ -21,14 +21,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ntk_iterncgp.columns import Buffer, Columns, DenseColumns, KroneckerColumns
+from ntk_iterncgp.linalg.columns import Buffer, Columns, DenseColumns, KroneckerColumns
+from ntk_iterncgp.runtime.validate import whole_number
 from ntk_iterncgp.solver.inner import inner_loop
 from ntk_iterncgp.solver.policies import Policy, RandomSubspace
 from ntk_iterncgp.solver.position import Position
 from ntk_iterncgp.solver.problem import Problem
 from ntk_iterncgp.solver.recycling import COMPRESSIONS, virtual_solver_run
 from ntk_iterncgp.solver.state import Iterate, State
-from ntk_iterncgp.solver.stopping import Status, Stopping, whole_number
+from ntk_iterncgp.solver.stopping import Status, Stopping
 
 MAX_PRIMAL_STEPS = 3
 MAX_HALVINGS = 40
@@ -36,17 +37,18 @@ MAX_HALVINGS = 40
 
 @dataclass(frozen=True)
 class NewtonOptions:
-    """What may be varied about the outer loop besides when it stops."""
+    """Settings of the outer loop, besides those of when it stops."""
 
-    max_rank: int | None = None
-    compression: str = "mean+trace"
-    damped: bool = True
+    max_rank: int | None = None  # how many actions to retain between Newton steps; None: all
+    compression: str = "mean+trace"  # how to choose them, one of `COMPRESSIONS`
+    damped: bool = True  # shorten Newton's steps until the objective rises
 
     def __post_init__(self) -> None:
         if self.max_rank is not None:
             object.__setattr__(self, "max_rank", whole_number("max_rank", self.max_rank, at_least=1, or_none=True))
         if self.compression not in COMPRESSIONS:
-            raise ValueError(f"compression expects one of {COMPRESSIONS}, but got {self.compression!r}.")
+            names = " or ".join(map(repr, COMPRESSIONS))
+            raise ValueError(f"`compression` must be {names}; got {self.compression!r}. Try {COMPRESSIONS[0]!r}.")
 
     @property
     def keeps_mean(self) -> bool:
@@ -55,7 +57,17 @@ class NewtonOptions:
 
 
 def initial_state(problem: Problem, *, seed: int, capacity: int, kronecker: bool = False) -> State:
-    """f = m, or the anchor where there is one; no actions (Alg. 1, lines 2 to 4)."""
+    """Start at f = m, or at the anchor where there is one, without actions (Alg. 1, lines 2 to 4).
+
+    Args:
+        problem: the prior, the likelihood and the targets.
+        seed: of the random numbers that policies draw.
+        capacity: how many columns to reserve memory for; more can be added.
+        kronecker: whether each product gives an action for every contrast between outputs.
+
+    Returns:
+        The state that `newton` starts from.
+    """
     prior, anchor = problem.prior, problem.anchor
     device = prior.device
     zeros = torch.zeros(problem.num_rows, dtype=torch.float64, device=device)
@@ -64,7 +76,7 @@ def initial_state(problem: Problem, *, seed: int, capacity: int, kronecker: bool
 
     def columns() -> Columns:
         outputs = 1 if kronecker else prior.num_outputs
-        dense = DenseColumns.empty(prior.share, outputs, capacity=capacity, dtype=prior.dtype, device=device)
+        dense = DenseColumns.empty(prior.shard, outputs, capacity=capacity, dtype=prior.dtype, device=device)
         return dense if contrasts is None else KroneckerColumns(dense, contrasts)
 
     return State(
@@ -80,9 +92,20 @@ def initial_state(problem: Problem, *, seed: int, capacity: int, kronecker: bool
 def newton(
     state: State, policy: Policy, stopping: Stopping, options: NewtonOptions, *, stage: int = 0
 ) -> Generator[State, None, tuple[State, Status]]:
-    """Yields a state after each block of actions and each Newton step; returns the last one and why it stopped.
+    """Find the mode by Newton's method (Alg. 1).
 
-    Given a state that it has yielded before, it goes on from there.
+    Args:
+        state: where to start. A run is resumed from any state that it has yielded.
+        policy: proposes the actions of the inner loop.
+        stopping: the budget and the tolerances.
+        options: the other settings.
+        stage: which of the stages of `refine` this is.
+
+    Yields:
+        The state after each block of actions and after each Newton step.
+
+    Returns:
+        The last state, and why the run stopped.
     """
     prior, quadratic = state.problem.prior, state.problem.likelihood.is_quadratic
     max_steps = stopping.max_products if stopping.spend_all else stopping.max_newton_steps
@@ -124,7 +147,7 @@ def newton(
 
 
 def _ending(inner_status: Status, *, converged: bool, ends: bool, spend_all: bool) -> Status | None:
-    """How a run ends with this Newton step, if it does. `ends`: for want of products, or of anything left to do."""
+    """How the run ends with this Newton step, or None. `ends`: no products are left, or nothing is left to do."""
     if inner_status is Status.EXHAUSTED and (spend_all or ends):
         return Status.EXHAUSTED
     if converged and (ends or not spend_all):
@@ -137,8 +160,8 @@ def refine(
 ) -> Generator[State, None, tuple[State, Status]]:
     """Spend all of `max_products` from where a run stopped; with random probes once the policy has nothing new.
 
-    Past the convergence of the mean, the next direction of the Krylov space still contracts the variance more per
-    product than random probes do.
+    After the mean has converged, the next direction of the Krylov space still contracts the variance more per product
+    than random probes do. Arguments, states and result are those of `newton`.
     """
     prior = state.problem.prior
     limit = prior.num_products + stopping.max_products if state.position is None else state.position.limit
@@ -152,7 +175,7 @@ def refine(
 
 
 def ascend(state: State) -> Iterate:
-    """The next point of Newton's method: Ψ does not fall."""
+    """Take the next step of Newton's method, such that Ψ does not fall."""
     iterate, moved = line_search(state.problem, state.iterate, state.solution)
     rounding = torch.finfo(state.buffer.images.dtype).eps ** 0.5
     if moved or _is_close(state.solution, state.iterate, rounding):
@@ -209,7 +232,7 @@ def line_search(problem: Problem, start: Iterate, target: Iterate) -> tuple[Iter
 
 
 def objective_and_slope(problem: Problem, point: Iterate, start: Iterate, target: Iterate) -> tuple[float, float]:
-    """Ψ at a point on the way from `start` to `target`, and its derivative along that way: (∇ − v)ᵀΔg."""
+    """Evaluate Ψ at a point between `start` and `target`, and its derivative in that direction: (∇ − v)ᵀΔg."""
     latent, anchor = problem.latent(point.offset), problem.anchor
     value = problem.log_prob(latent) - 0.5 * point.penalty(anchor)
     slope = float((problem.score(latent) - point.representer_weights) @ (target.offset - start.offset))

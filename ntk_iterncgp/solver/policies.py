@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ntk_iterncgp.columns import DenseColumns
+from ntk_iterncgp.linalg.columns import DenseColumns
 from ntk_iterncgp.solver.state import State
 
 Policy = Callable[[State], Tensor]
@@ -25,11 +25,12 @@ CONVERGED, CONVERGED_IN_FLOAT32 = 1e-6, 1e-5
 
 
 def residual(state: State) -> Tensor:  # (n, 1)
+    """Propose Π r, the residual of the linear system."""
     return state.residual[:, None]
 
 
 def curvature_residual(state: State) -> Tensor:  # (n, 1)
-    """W r; once the solution has converged, W K s of the latest action.
+    """Propose W r; once the solution has converged, W K s of the latest action.
 
     In exact arithmetic both add the same direction to the Krylov space. Of a residual that is nearly zero only rounding
     is left, which differs from one order of summation to the next and contracts the variance less.
@@ -43,26 +44,27 @@ def curvature_residual(state: State) -> Tensor:  # (n, 1)
 
 
 class Unit:
-    """The next `block_size` unit vectors; after recycling it goes on where it stopped."""
+    """Proposes the next `block_size` unit vectors; after recycling it continues where it stopped."""
 
     def __init__(self, block_size: int = 1) -> None:
         self.block_size = block_size
 
     def __call__(self, state: State) -> Tensor:  # (n, k)
+        """Propose the next columns of the identity, one for each direction in the range of W."""
         outputs, rank = state.problem.prior.num_outputs, state.problem.likelihood.curvature_rank
         width = min(self.block_size, state.products_left)
         last = min(state.num_proposals + width, state.problem.curvature_rank)
         index = torch.arange(min(state.num_proposals, last), last, device=state.latent.device)
         block = torch.zeros(state.problem.num_rows, len(index), dtype=torch.float64, device=state.latent.device)
         output = index % rank
-        if state.problem.whitened and rank < outputs:  # all but the likeliest, of which the others leave nothing
+        if state.problem.whitened and rank < outputs:  # all but the likeliest, which the others determine
             output = output + (output >= state.latent[index // rank].argmax(1)).long()
         block[(index // rank) * outputs + output, torch.arange(len(index), device=index.device)] = 1.0
         return block
 
 
 class RandomSubspace:
-    """Random probes pushed towards what is still uncertain: W (Σ W)ᵖ ξ with Σ = K − T M⁻¹Tᵀ.
+    """Proposes random probes pushed towards what is still uncertain: W (Σ W)ᵖ ξ with Σ = K − T M⁻¹Tᵀ.
 
     Each power step costs one product per column on top of the one that every action costs.
     """
@@ -71,6 +73,7 @@ class RandomSubspace:
         self.block_size, self.power_steps = block_size, power_steps
 
     def __call__(self, state: State) -> Tensor:  # (n, k)
+        """Propose a block of new probes; draws from the state's generator."""
         problem, prior = state.problem, state.problem.prior
         power_steps = self.power_steps if state.products_left > self.power_steps else 0  # else nothing would be left
         width = max(1, min(self.block_size, state.products_left // (1 + power_steps)))
@@ -89,15 +92,15 @@ class RandomSubspace:
 
 
 def check_actions(block: object, num_rows: int) -> Tensor:  # (n, k)
-    """What a policy returned, or a sentence about it."""
+    """What a policy returned, if it is a finite block of actions; else raise ValueError."""
     if not isinstance(block, Tensor) or block.ndim != 2 or len(block) != num_rows:
         found = f"shape {tuple(block.shape)}" if isinstance(block, Tensor) else type(block).__name__
         raise ValueError(
-            f"A policy is expected to return a block of actions of shape ({num_rows}, k), one row for each output of "
-            f"each datum, but got {found}."
+            f"`policy` must return a block of actions of shape ({num_rows}, k), one row for each output of each "
+            f"datum; got {found}. Try a reshape, such as state.residual[:, None]."
         )
     if not bool(torch.isfinite(block).all()):
-        raise ValueError("A policy is expected to return finite actions, but got NaN or infinity.")
+        raise ValueError("`policy` must return finite actions; got NaN or infinity.")
     return block
 
 
@@ -110,12 +113,12 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 
 
 def resolve_policy(policy: str | Policy, *, others: Sequence[str] = ()) -> Policy:
-    """A policy by name, or the callable itself. `others` are names that the caller knows beside these."""
+    """Look up a policy by its name; a callable is returned as it is. `others` are names that the caller handles."""
     if callable(policy):
         return policy
     if not isinstance(policy, str) or policy not in POLICIES:
         names = ", ".join(repr(name) for name in (*POLICIES, *others))
         raise ValueError(
-            f"policy expects one of {names}, or a callable from a state to actions (n, k); got {policy!r}."
+            f"`policy` must be one of {names}, or a callable from a state to actions (n, k); got {policy!r}."
         )
     return POLICIES[policy]()

@@ -1,6 +1,6 @@
 """What is to be inferred: a prior, a likelihood and targets, with the likelihood's questions asked in flat n-vectors.
 
-Vectors over the data are float64 throughout: there are only a handful of them, and decided points need the range.
+Vectors over the data are float64 throughout: there are only a handful of them, and saturated points need the range.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ntk_iterncgp.columns import Columns, Weight
 from ntk_iterncgp.likelihoods import Likelihood
 from ntk_iterncgp.likelihoods.base import ANY_VARIANCE, CurvatureAt
-from ntk_iterncgp.priors import Prior
+from ntk_iterncgp.linalg.columns import Columns, Weight
+from ntk_iterncgp.priors.base import Prior
 
 
 @dataclass(frozen=True, eq=False)
 class Anchor:
     """A point from which Newton may start although no actions lead there: the trained network itself.
 
-    In weight space it is δ = θ* − μ₀; here it is known by its latent values J δ and its prior penalty δᵀΛδ.
+    In weight space it is δ = θ* − μ₀; here it is given by its latent values J δ and its prior penalty δᵀΛδ.
     """
 
     offset: Tensor  # (n,)
@@ -30,8 +30,8 @@ class Anchor:
 class Problem:
     """f ~ GP(m, K), y ~ p(y | f).
 
-    `whitened` is for a W that stays as it is, at a network's own outputs: actions are then orthonormal in the metric of
-    their noise, SᵀW⁺S = I. However small a probability is, its 1/π drowns nothing, so none is raised to a floor, and
+    `whitened` is for a W that never changes, at a network's own outputs: actions are then orthonormal in the metric of
+    their noise, SᵀW⁺S = I. However small a probability π is, its 1/π drowns nothing, so none is raised to a floor, and
     SᵀW⁺S is right for any prior.
     """
 
@@ -60,26 +60,33 @@ class Problem:
         return self.prior.mean + offset.reshape(-1, self.prior.num_outputs)
 
     def log_prob(self, latent: Tensor) -> float:
+        """log p(y | f)."""
         return float(self.likelihood.log_prob(latent, self.targets).sum())
 
     def score(self, latent: Tensor) -> Tensor:  # (N, C) -> (n,)
+        """∇ = ∂ log p(y | f) / ∂f."""
         return self.likelihood.score(latent, self.targets).flatten()
 
     def curvature(self, latent: Tensor, vector: Tensor) -> Tensor:  # (N, C), (n,) or (n, k)
+        """W V."""
         return self.likelihood.curvature(latent, self._blocks(vector)).reshape(vector.shape)
 
     def noise(self, latent: Tensor, vector: Tensor) -> Tensor:  # (N, C), (n,) or (n, k)
+        """W⁺V."""
         return self.likelihood.noise(latent, self._blocks(vector)).reshape(vector.shape)
 
     def project(self, vector: Tensor) -> Tensor:  # (n,) or (n, k)
+        """Π V, with the projection onto the range of W."""
         return self.likelihood.project(self._blocks(vector)).reshape(vector.shape)
 
     def orthonormalise(self, block: Tensor, actions: Columns, noise: Tensor | None) -> Columns:  # (n, k), (N, C)
-        """What a block adds to the actions: in the range of W, orthonormal, new. With the diagonal of W⁺, in its metric
-        where the problem is whitened."""
+        """What a block adds to the actions: in the range of W, orthonormal, new.
+
+        If the problem is whitened and the diagonal of W⁺ is given, orthonormal in its metric.
+        """
         if not self.whitened or noise is None:
             return actions.orthonormalise(block, self.project)
-        mine = noise[self.prior.share.mine]
+        mine = noise[self.prior.shard.mine]
 
         def project(block: Tensor) -> Tensor:  # rows of this process
             return self.likelihood.project_in_noise(self._blocks(block), mine).reshape(block.shape)
@@ -87,7 +94,7 @@ class Problem:
         return actions.orthonormalise(block, project, mine.reshape(-1, 1))
 
     def noise_inner(self, latent: Tensor, diagonal: Tensor | None, left: Columns, right: Columns) -> Tensor:  # (B, B')
-        """SᵀW⁺S', where the likelihood gave a diagonal for W⁺ with that."""
+        """SᵀW⁺S', by the diagonal of W⁺ where the likelihood gives one."""
         if diagonal is not None:
             return left.diagonal_inner(diagonal, right)
         return left.weighted_inner(lambda data, block: self.likelihood.noise(latent[data], block), right)

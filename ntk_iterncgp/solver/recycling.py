@@ -3,17 +3,17 @@
 K does not change between Newton steps, so the images of all actions taken so far serve again: only SᵀW⁺S is computed
 anew. Recycling costs no product.
 
-Compression keeps R combinations of the B actions:
+Compression retains R combinations of the B actions:
 
-`"mean+trace"`  (default, not the paper's) keeps the current mean exactly, and with it the R − 1 directions that
+`"mean+trace"`  (default, not the paper's) preserves the current mean exactly, and with it the R − 1 directions that
                 contract the variance at the training inputs most. With A₀A₀ᵀ = M⁻¹ and u ∝ A₀⁻¹w these are A₀u and A₀
                 times the top eigenvectors of (I − uuᵀ) A₀ᵀ(TᵀT)A₀ (I − uuᵀ).
 `"eigen"`       the top eigenvectors of M, as the paper keeps them. They depend on how actions are scaled (here to
-                length one, there not at all) and lose the mean: Newton's point moves into the span that is kept, where
-                the paper leaves it. The paper's own is in reproduce/papers.py.
+                length one, there not at all) and lose the mean: Newton's point moves into the retained span, where the
+                paper leaves it. The paper's own version is in experiments/reproduce/papers.py.
 
 Kronecker actions U ⊗ H stay Kronecker: the columns of U are combined, by the average of M over the contrasts, and the
-mean is a block w (r, q) of which all columns are kept.
+mean is a block w (r, q) of which all columns are retained.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ntk_iterncgp.solver.factor import Factor
+from ntk_iterncgp.linalg.factor import Factor
 from ntk_iterncgp.solver.state import Iterate, State
 
 COMPRESSIONS = ("mean+trace", "eigen")
 
 
 def virtual_solver_run(state: State, iterate: Iterate, *, max_rank: int | None, compression: str) -> State:
-    """The linear system at `iterate` with the actions there are, compressed to `max_rank`. No product."""
+    """Set up the linear system at `iterate` with the actions there are, compressed to `max_rank`. No product."""
     state = state.linearise(iterate)  # Alg. 3, line 2: M = Sᵀ(T + W⁺S)
     if max_rank is not None and state.buffer.size > max_rank:
         state = compress(state, max_rank, compression)  # lines 4 to 7
@@ -36,7 +36,7 @@ def virtual_solver_run(state: State, iterate: Iterate, *, max_rank: int | None, 
 
 
 def compress(state: State, max_rank: int, compression: str = "mean+trace") -> State:
-    """Keep at most `max_rank` combinations of the actions."""
+    """Retain at most `max_rank` combinations of the actions."""
     q = state.buffer.actions.num_contrasts
     matrix = (state.gram + state.noise_gram).unflatten(0, (-1, q)).unflatten(2, (-1, q))
     matrix = matrix.diagonal(dim1=1, dim2=3).mean(-1)  # M, averaged over the contrasts (r, r)
@@ -55,8 +55,8 @@ def _mean_and_trace(root: Tensor, images_gram: Tensor, w: Tensor, keep: int) -> 
     mean = vectors[:, values > 1e-14 * values.max().clamp_min(1e-300)]  # a basis of the columns of w
     if mean.shape[1] > keep:
         raise ValueError(
-            f"The mean alone takes {mean.shape[1]} of the {keep} combinations that max_rank leaves for Kronecker "
-            "actions. Raise max_rank, or use actions='joint'."
+            f"`max_rank` must leave room for the mean, which takes {mean.shape[1]} combinations of Kronecker actions; "
+            f"got room for {keep}. Try a larger max_rank, or actions='joint'."
         )
     u = torch.linalg.qr(torch.linalg.solve(root, mean)).Q
     deflate = torch.eye(len(root), dtype=root.dtype, device=root.device) - u @ u.T

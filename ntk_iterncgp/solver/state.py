@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_iterncgp.columns import Buffer, Columns
-from ntk_iterncgp.solver.factor import Factor
+from ntk_iterncgp.linalg.columns import Buffer, Columns
+from ntk_iterncgp.linalg.factor import Factor
 from ntk_iterncgp.solver.position import Position
 from ntk_iterncgp.solver.problem import Anchor, Problem
 
@@ -45,7 +45,7 @@ class Iterate:
     anchor_share: float = 0.0  # β
 
     def towards(self, other: Iterate, step: float) -> Iterate:
-        """The point a share `step` of the way to another."""
+        """The point a fraction `step` of the way to another."""
         return Iterate(
             self.coefficients + step * (other.coefficients - self.coefficients),
             self.representer_weights + step * (other.representer_weights - self.representer_weights),
@@ -74,22 +74,25 @@ class State:
     generator: torch.Generator
     newton_step: int = 0
     num_products: int = 0
-    num_proposals: int = 0  # columns proposed by the policy so far, kept or dropped
+    num_proposals: int = 0  # columns proposed by the policy so far, accepted or not
     products_left: int = 1  # what the current Newton step may still spend
     position: Position | None = None  # where its run stands; None: at the beginning or at the end of one
 
     # --- Newton's point -------------------------------------------------------------------------------------------
 
     @cached_property
-    def latent(self) -> Tensor:  # f (N, C)
+    def latent(self) -> Tensor:  # (N, C)
+        """f = m + g."""
         return self.problem.latent(self.iterate.offset)
 
     @cached_property
-    def score(self) -> Tensor:  # ∇ (n,)
+    def score(self) -> Tensor:  # (n,)
+        """∇ = ∂ log p(y | f) / ∂f."""
         return self.problem.score(self.latent)
 
     @cached_property
     def noise_diagonal(self) -> Tensor | None:  # (N, C)
+        """The diagonal of W⁺, where the likelihood gives one."""
         return self.problem.likelihood.noise_diagonal(self.latent)
 
     @cached_property
@@ -105,7 +108,8 @@ class State:
         return self.iterate.offset + self.problem.noise(self.latent, self.score)
 
     @cached_property
-    def projected_right_hand_side(self) -> Tensor:  # Sᵀb (B, 1)
+    def projected_right_hand_side(self) -> Tensor:  # (B, 1)
+        """Sᵀb."""
         return self.buffer.actions.inner(self.right_hand_side[:, None])
 
     @cached_property
@@ -138,27 +142,33 @@ class State:
 
     @cached_property
     def curvature_residual(self) -> Tensor:  # W r (n,)
-        """W r = ∇ + W(g − K v) − v: no 1/π, and nothing at points that are already decided."""
+        """W r = ∇ + W(g − K v) − v: no 1/π, and next to nothing at saturated points."""
         change = self.iterate.offset - self.solution.offset
         return self.score + self.problem.curvature(self.latent, change) - self.solution.representer_weights
 
     @cached_property
     def solution_error(self) -> float:
-        """At most so many standard deviations of the exact posterior is the mean of the exact solution away, at any
-        input: it differs by cov(x, X) W r."""
+        """How far the exact solution's mean is at most, at any input, in standard deviations of the exact posterior.
+
+        It differs by cov(x, X) W r.
+        """
         return self._deviations(self.curvature_residual)
 
     @cached_property
     def newton_decrement(self) -> float:
-        """At most so many of them does an exact Newton step move the mean: by cov(x, X)(∇ − v), and what is left of
-        the anchor."""
+        """How far an exact Newton step moves the mean at most, in the same units.
+
+        It moves by cov(x, X)(∇ − v), and by what is left of the anchor.
+        """
         anchor = self.problem.anchor
         left = 0.0 if anchor is None else abs(self.iterate.anchor_share) * math.sqrt(max(0.0, anchor.penalty))
         return self._deviations(self.score - self.iterate.representer_weights) + left
 
     def _deviations(self, u: Tensor) -> float:  # (n,)
-        """An upper bound on √(uᵀΣ*u), and with it on |cov(x, X) u| in standard deviations at x. Σ* is at most W⁺, and
-        within the span of the actions, where W⁺ may be many times K, at most K − T M⁻¹Tᵀ."""
+        """An upper bound on √(uᵀΣ*u), and with it on |cov(x, X) u| in standard deviations at x.
+
+        Σ* is at most W⁺, and within the span of the actions, where W⁺ may be many times K, at most K − T M⁻¹Tᵀ.
+        """
         z = self.buffer.actions.inner(u[:, None])
         outside = u - self.buffer.actions.combine(z)[:, 0]
         inside = float((z * (self.gram @ z)).sum() - self.factor.half_solve(self.gram @ z).square().sum())
@@ -185,8 +195,10 @@ class State:
 
     @cached_property
     def span_bounds(self) -> tuple[float, float, float]:
-        """Within the span of the actions, where G̃ − ρI ≤ G ≤ G̃ + ρI: lo ≤ log|R + G| − log|R| ≤ hi, and tr(R⁻¹G)
-        at the least."""
+        """lo ≤ log|R + G| − log|R| ≤ hi within the span of the actions, and a lower bound on tr(R⁻¹G).
+
+        They hold for any G with G̃ − ρI ≤ G ≤ G̃ + ρI.
+        """
         if self.buffer.size == 0:
             return 0.0, 0.0, 0.0
         noise, matrix = Factor(self.noise_gram), self.factor.log_determinant
@@ -205,7 +217,7 @@ class State:
 
     @cached_property
     def removed_traces(self) -> tuple[float, float]:
-        """tr(M⁻¹TᵀWT) and tr(M⁻¹G) at the least, where T and G are known to ρ: O(nB²), when asked."""
+        """Lower bounds on tr(M⁻¹TᵀWT) and tr(M⁻¹G), where T and G are known to ρ: O(nB²), when asked."""
         if self.buffer.size == 0:
             return 0.0, 0.0
         images = self.problem.prior.lift(self.buffer.images)
@@ -217,7 +229,7 @@ class State:
 
     @property
     def _steepest_curvature(self) -> float:
-        """An upper bound on ‖W‖. Where a likelihood gives none, rounding in float64 is taken for nothing."""
+        """An upper bound on ‖W‖. Where the likelihood gives none, rounding in float64 is neglected."""
         if self.noise_diagonal is not None:
             return 1 / float(self.noise_diagonal.min())
         return 0.0 if self.buffer.images.dtype == torch.float64 else math.inf
@@ -231,15 +243,17 @@ class State:
 
     @property
     def variance_ratio(self) -> float:
-        """An upper bound on tr(W Σ) / tr(W Σ*): how many times the variance of the exact posterior Σ* the variance is,
-        on average over the training inputs. Less noise never lowers tr(W Σ*), so that it is at least tr(M⁻¹G)."""
+        """An upper bound on tr(W Σ) / tr(W Σ*): the variance over the exact one, on average at the training inputs.
+
+        Less noise never lowers tr(W Σ*), so that it is at least tr(M⁻¹G).
+        """
         weighted, captured = self.removed_traces
         least = max(captured, self.curvature_trace / (1 + self.curvature_trace))
         return max(1.0, (self.curvature_trace - weighted) / least) if least > 0 else 1.0
 
     @property
     def information_captured(self) -> float:
-        """A lower bound on the share of the information in the data that the actions have used, lo / hi."""
+        """A lower bound on the fraction of the information in the data that the actions have used, lo / hi."""
         lower, upper = self.log_determinant_bounds
         return lower / upper if upper > 0 else 1.0
 
@@ -262,7 +276,7 @@ class State:
         return self.problem.orthonormalise(block, self.buffer.actions, self.noise_diagonal)
 
     def extend(self, new: Buffer) -> State:
-        """The same linear system with more actions. Costs O(nBk), no product."""
+        """The same linear system with more actions: O(nBk), no product."""
         buffer = self.buffer.append(new)
         noise_columns = self.problem.noise_inner(self.latent, self.noise_diagonal, buffer.actions, new.actions)
         padding = self.iterate.coefficients.new_zeros(new.size)

@@ -1,0 +1,221 @@
+"""The training data, the same rows in the same order on every sweep.
+
+K = J Λ⁻¹ Jᵀ is only a matrix if its rows stay where they are. A loader that shuffles is drawn from once, and its
+batches are then walked in that order; random augmentation is frozen (`frozen.py`); a model is put in eval mode for the
+time of a sweep. Whatever still changes from one sweep to the next (augmentation that cannot be frozen, dropout that
+ignores eval mode, batch statistics) would make every product inconsistent with the others: `probe.py` looks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
+from itertools import accumulate, islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, default_collate
+
+from ntk_iterncgp.data.cache import Kept, worth_keeping
+from ntk_iterncgp.data.determinism import Findings, examine
+from ntk_iterncgp.data.inputs import Inputs, slice_rows, to_device
+from ntk_iterncgp.data.order import FixedBatches, TrainingDataWarning, in_fixed_order
+from ntk_iterncgp.runtime import parallel
+from ntk_iterncgp.runtime.autocast import full_precision
+from ntk_iterncgp.runtime.threads import enter_eval_mode, leave_eval_mode, together
+
+__all__ = ["FixedOrderData", "Inputs", "TrainingDataWarning", "evaluating", "slice_rows", "to_device"]
+
+
+class FixedOrderData:
+    """Batches (x, y) of a loader, the same on every sweep. A mapping goes to the model whole; y is one of its items."""
+
+    def __init__(
+        self,
+        loader: DataLoader | Sequence[Any],
+        *,
+        device: torch.device,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+    ) -> None:
+        self.device, self.dict_key_x, self.dict_key_y = device, dict_key_x, dict_key_y
+        self._batches = self._opened = in_fixed_order(loader)
+        source = self._batches.source if isinstance(self._batches, FixedBatches) else None
+        self._source = source if source is not None and source.indices else None  # what can be visited in any order
+        self.dataset = getattr(loader, "dataset", loader)
+        self.keep_bytes = 0  # how much may be kept of a first sweep
+
+    def __len__(self) -> int:
+        """The number of batches."""
+        return len(self._batches)
+
+    @property
+    def batch_size(self) -> int:
+        """How many data the loader takes at once, where they can be visited in any order."""
+        return 1 if self._source is None else self._source.batch_size
+
+    def batches(self) -> Iterator[tuple[Inputs, Tensor]]:
+        """One sweep, on the device."""
+        source, kept = self._source, None
+        if source is not None and self.keep_bytes and worth_keeping(source):
+            kept = Kept(len(source.indices), self.keep_bytes)
+        for batch in self._batches:
+            if kept is not None and not kept.add(batch):
+                kept = None
+            yield self.split(batch)
+        if source is not None and kept is not None and kept.is_complete:
+            self._batches, self._source = kept.as_source(source)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """How many data each batch holds, the same in all processes."""
+        indices = [] if self._source is None else list(self._source.indices)
+        if self._source is not None and self._source.settings["collate_fn"] is default_collate:
+            sizes = [len(rows) for rows in torch.arange(len(indices)).split(self.batch_size)]
+        else:  # only reading them tells
+            sizes = [self.num_rows(x) for x, _ in self.batches()]
+        same = [torch.tensor(indices), torch.tensor(sizes), next(self.batches())[1]]
+        parallel.check_same(same, "The training data (all of them, without a DistributedSampler) are")
+        return sizes
+
+    def shard(self) -> parallel.Shard | None:
+        """The rows of this process, whole batches; None where there is only one process, which need not count them."""
+        return None if parallel.num_processes() == 1 else parallel.Shard.of_batches(self.sizes)
+
+    def sweep(self, shard: parallel.Shard | None) -> Iterator[tuple[slice, Inputs, Tensor]]:
+        """One sweep over a process's shard of the rows, in order, with their numbers; None for all of them.
+
+        Data that only come in order are read by every process, and used by one.
+        """
+        start, mine, batches = 0, None, self.batches()
+        if shard is not None and not shard.is_whole:
+            mine = shard.mine
+            if self.can_jump(shard.num_rows):
+                start, rows = mine.start, torch.arange(mine.start, mine.stop)
+                batches = self.visit(rows.split(self.batch_size) if len(rows) else ())
+        for x, y in batches:
+            stop = start + self.num_rows(x)
+            if mine is None:
+                yield slice(start, stop), x, y
+            else:
+                here = slice(max(start, mine.start), min(stop, mine.stop))
+                if here.start < here.stop:
+                    part = slice(here.start - start, here.stop - start)
+                    yield here, slice_rows(x, part, stop - start), y[part]
+            start = stop
+
+    def each_batch(
+        self, compute: Callable[[Inputs, Tensor], tuple[Tensor, ...]], *, skip: int = 0
+    ) -> Iterator[tuple[Tensor, ...]]:  # (b, …) each
+        """What is computed, without gradients, of each batch in order, but for the first `skip`. Several processes take
+        turns, and after each round all have all of it."""
+        compute, K = torch.no_grad()(compute), parallel.num_processes()
+        if K == 1:
+            yield from (compute(x, y) for x, y in islice(self.batches(), skip, None))
+            return
+        mine = self._some_batches(range(skip + parallel.rank(), len(self.sizes), K))
+        for first in range(skip, len(self.sizes), K):
+            sizes = self.sizes[first : first + K]
+            if parallel.rank() < len(sizes):
+                own = compute(*next(mine))
+            else:  # no rows of what any batch gives
+                own = tuple(rows[:0] for rows in compute(*next(self.batches())))
+            shard = parallel.Shard((0, *accumulate([*sizes, *[0] * (K - len(sizes))])))
+            yield from zip(*(shard.gather(rows).split(sizes) for rows in _of_one_width(own)), strict=True)
+
+    def _some_batches(self, numbers: range) -> Iterator[tuple[Inputs, Tensor]]:
+        if not self.can_jump(sum(self.sizes)):
+            return (batch for number, batch in enumerate(self.batches()) if number in numbers)
+        starts = [0, *accumulate(self.sizes)]
+        return self.visit([torch.arange(starts[number], starts[number + 1]) for number in numbers])
+
+    def split(self, batch: Any) -> tuple[Inputs, Tensor]:
+        """A batch as (x, y), on the device."""
+        if isinstance(batch, Mapping):
+            if self.dict_key_y not in batch:
+                raise ValueError(
+                    f"A batch that is a mapping is expected to hold targets under {self.dict_key_y!r} (dict_key_y), "
+                    f"but this one has the keys {sorted(map(str, batch))}. Set dict_key_y to the right one."
+                )
+            return to_device(batch, self.device), to_device(batch[self.dict_key_y], self.device)
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise ValueError(
+                f"Each batch is expected to be a pair (x, y) or a mapping, but got {type(batch).__name__}"
+                f"{f' of length {len(batch)}' if isinstance(batch, (tuple, list)) else ''}."
+            )
+        return to_device(batch[0], self.device), to_device(batch[1], self.device)
+
+    @property
+    def num_items(self) -> int | None:
+        """How many items the loader draws from a map-style dataset; None for data that only come in order."""
+        return None if self._source is None else len(self._source.indices)
+
+    def num_data(self, rows_of_first: int) -> int:
+        """How many data there are, counted without loading them; from the first batch where they only come in order."""
+        return len(self) * rows_of_first if self.num_items is None else self.num_items
+
+    def can_jump(self, num_data: int) -> bool:
+        """Whether these data can be visited in any order: a map-style dataset, of which each item became one row."""
+        if self._source is None or len(self._source.indices) != num_data:
+            return False
+        return not self._source.collates_by_itself or (self.findings.in_order and not self.findings.mixes)
+
+    @cached_property
+    def findings(self) -> Findings:
+        """What reading the first batch a few times says about the data."""
+        return examine(self._opened, self.split, self.num_rows)
+
+    def visit(self, batches: Sequence[Tensor]) -> Iterator[tuple[Inputs, Tensor]]:
+        """Batches of chosen rows, given by their numbers in the fixed order, read straight from the dataset."""
+        assert self._source is not None
+        source = self._source
+        chosen = [[source.indices[row] for row in rows.tolist()] for rows in batches]
+        for batch in FixedBatches(source.read(chosen), len(chosen), source):
+            yield self.split(batch)
+
+    def pick(self, rows: Tensor, num_data: int, batch_size: int) -> Iterator[tuple[Tensor, Inputs]]:
+        """Chosen rows in ascending order, with their numbers: visited where that is possible, else met in a sweep."""
+        rows = rows.sort().values
+        if len(rows) == 0:
+            return
+        if self.can_jump(num_data):
+            parts = rows.split(min(batch_size, self.batch_size))
+            for part, (x, _) in zip(parts, self.visit(parts), strict=True):
+                yield part, x
+            return
+        start = 0
+        for x, _ in self.batches():
+            stop = start + self.num_rows(x)
+            here = rows[(rows >= start) & (rows < stop)]
+            for part in here.split(batch_size) if len(here) else ():
+                yield part, slice_rows(x, part - start, stop - start)
+            start = stop
+
+    def num_rows(self, x: Inputs) -> int:
+        """How many data a batch of inputs holds."""
+        return len(x[self.dict_key_x] if isinstance(x, Mapping) else x)
+
+    def chunk(self, x: Inputs, size: int) -> Iterator[Inputs]:
+        """A batch of inputs in parts of at most `size` data."""
+        rows = self.num_rows(x)
+        for start in range(0, rows, size):
+            yield slice_rows(x, slice(start, min(start + size, rows)), rows)
+
+
+def _of_one_width(blocks: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Blocks that all processes can put together: without columns where batches were padded, each to its own length."""
+    least, most = parallel.extremes([sum(block.shape[1] for block in blocks if block.ndim > 1)])
+    if least == most:
+        return blocks
+    ragged = [block.ndim > 1 and len(set(parallel.extremes([block.shape[1]]))) > 1 for block in blocks]
+    return tuple(block[:, :0] if is_ragged else block for block, is_ragged in zip(blocks, ragged, strict=True))
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode, in full precision; each module's own flag comes back afterwards, whatever happens."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    with together(model, partial(enter_eval_mode, model), leave_eval_mode), full_precision(device):
+        yield

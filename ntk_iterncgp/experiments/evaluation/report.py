@@ -1,0 +1,177 @@
+"""Classifiers side by side: the columns of their table, what the intervals say, and the same for a program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from ntk_iterncgp.experiments.config import RunConfig
+from ntk_iterncgp.experiments.evaluation.compare import Comparison, Result
+from ntk_iterncgp.experiments.evaluation.tables import Column, Table, number
+from ntk_iterncgp.experiments.evaluation.uncertainty import Difference
+
+FEWEST_SCORED = 20  # test inputs from which a bootstrap interval means anything
+SHORT = ("accuracy", "NLL", "± to ours", "ECE", "NLL probit", "tuned to")  # and the AUROC
+
+PROTOCOLS = {
+    "crossfit": "Every method's hyperparameters were chosen on the other half of the test set (two-fold cross-fit)",
+    "validation": "Every method's hyperparameters were chosen on inputs put aside",
+    "none": "No hyperparameter was tuned",
+}
+
+
+def results_table(comparison: Comparison) -> Table:
+    """With the columns that these results fill."""
+    columns = [
+        Column("accuracy", lambda r: f"{100 * r.metrics.accuracy:.2f} %", "Test inputs classified rightly.", max),
+        Column("NLL", lambda r: f"{r.metrics.nll:.4f}", "The mean of −log p(true class); lower is better.", min),
+        difference_column(),
+        Column("ECE", lambda r: f"{r.metrics.ece:.4f}", "The gap of confidence and accuracy in 15 equal bins.", min),
+        Column(
+            "adaptive",
+            lambda r: f"{r.metrics.adaptive_ece:.4f}",
+            "The same in 15 bins of equally many inputs.",
+            min,
+        ),
+        Column("Brier", lambda r: f"{r.metrics.brier:.4f}", "Squared error of the probabilities.", min),
+        Column("AURC", lambda r: f"{r.aurc:.4f}", "Mean error over all shares of inputs, the surest first.", min),
+        Column(
+            "NLL probit",
+            lambda r: "–" if r.probit is None else f"{r.probit.nll:.4f}",
+            "The NLL by the diagonal probit link, which ignores how the outputs go together, tuned for it.",
+        ),
+        Column(
+            "ECE probit",
+            lambda r: "–" if r.probit is None else f"{r.probit.ece:.4f}",
+            "The ECE by the diagonal probit link.",
+        ),
+        Column(
+            "tuned to",
+            lambda r: " / ".join(map(number, r.values)),
+            "The temperature or prior precision of each fold, chosen on the other one.",
+        ),
+    ]
+    return Table(comparison.results, columns, comparison.unavailable)
+
+
+def others_table(comparison: Comparison) -> Table | None:
+    """How well each method tells inputs of another kind from test inputs; None where there are none."""
+    columns = [column for name in comparison["ours"].ood for column in _ood_columns(name)]
+    return Table(comparison.results, columns, {}) if columns else None
+
+
+def on_screen(comparison: Comparison) -> str:
+    """The columns that a screen has room for."""
+    table, others = results_table(comparison), others_table(comparison)
+    chosen = [column for column in table.columns if column.heading in SHORT]
+    chosen += [column for column in others.columns if column.heading.endswith("AUROC")] if others else []
+    return Table(comparison.results, chosen, comparison.unavailable).text()
+
+
+def summary(comparison: Comparison, config: RunConfig, about: Mapping[str, Any], fit: Mapping[str, Any]) -> str:
+    """What was run, in a paragraph."""
+    captured = fit["information_captured"] if comparison.information is None else comparison.information  # as tuned
+    return (
+        f"{what_was_run(config, about)}, {len(comparison.labels):,} test inputs. Ours: rank {about['rank']}, at least "
+        f"{100 * captured:.1f} % of the information captured. {PROTOCOLS[config.tuning.protocol]}; probabilities by "
+        "the accurate link, diagonal probit beside it."
+    )
+
+
+def what_was_run(config: RunConfig, about: Mapping[str, Any]) -> str:
+    name = config.model.name
+    what = (
+        f"a Gaussian process with {about['kernel']}"
+        if "kernel" in about
+        else f"{name} with {about['weights']:,} weights"
+    )
+    return f"{config.data.name}, {what}, {about['data']:,} training data"
+
+
+def difference_column() -> Column:
+    def cell(result: Any) -> str:
+        found: Difference | None = result.difference
+        return "" if found is None else f"{found.lower:+.4f} … {found.upper:+.4f}"
+
+    sentence = "95 % bootstrap interval of its NLL less ours, on the same inputs: above zero, ours is better."
+    return Column("± to ours", cell, sentence)
+
+
+def _ood_columns(name: str) -> list[Column]:
+    def by_entropy(metric: str) -> Callable[[Result], str]:
+        return lambda r: f"{getattr(r.ood[name].by_entropy, metric):.3f}"
+
+    def doubt(r: Result) -> str:
+        by_doubt = r.ood[name].by_doubt
+        return "–" if by_doubt is None else f"{by_doubt.auroc:.3f}"
+
+    passing = f"The share of {name} that passes where 95 % of the test inputs do; lower is better."
+    return [
+        Column(
+            f"{name}: AUROC",
+            by_entropy("auroc"),
+            f"How well entropy tells {name} from test inputs; one half is guessing.",
+            max,
+        ),
+        Column(f"{name}: epistemic", doubt, "The same by the doubt that more data would remove."),
+        Column(f"{name}: AUPR", by_entropy("aupr"), "Average precision of entropy."),
+        Column(f"{name}: FPR95", by_entropy("fpr95"), passing),
+    ]
+
+
+def verdict(results: list[Any]) -> list[str]:
+    """Plain sentences about what the intervals say, whichever way it went."""
+    sentences = []
+    for result in results:
+        if result.name not in ("map", "temperature", "prior") or result.difference is None:
+            continue
+        if len(result.losses) < FEWEST_SCORED:
+            sentences.append(f"{len(result.losses)} test inputs are too few to tell ours from {result.label} by NLL.")
+            continue
+        difference, place = result.difference, f"[{result.difference.lower:+.4f}, {result.difference.upper:+.4f}]"
+        if difference.lower > 0:
+            sentences.append(f"Ours has a lower NLL than {result.label}, beyond chance: difference {place}.")
+        elif difference.upper < 0:
+            sentences.append(f"Ours has a higher NLL than {result.label}, beyond chance: difference {place}.")
+        else:
+            sentences.append(f"Ours and {result.label} cannot be told apart by NLL: difference {place}.")
+    return sentences
+
+
+def as_json(comparison: Comparison) -> dict[str, Any]:
+    """All numbers of the comparison."""
+    return {
+        "methods": [
+            {
+                "name": r.name,
+                "label": r.label,
+                **asdict(r.metrics),
+                "aurc": r.aurc,
+                "probit": asdict(r.probit) if r.probit else None,
+                "hyperparameters": r.values,
+                "difference_to_ours": asdict(r.difference) if r.difference else None,
+                "ood": {
+                    name: {"entropy": asdict(o.by_entropy)}
+                    | {
+                        key: asdict(metrics) if metrics else None
+                        for key, metrics in (("epistemic", o.by_doubt), ("margin", o.by_margin))
+                    }
+                    for name, o in r.ood.items()
+                },
+                "fit_seconds": r.fit_seconds,
+                "predict_seconds": r.predict_seconds,
+                "fit_peak_bytes": r.fit_bytes,
+            }
+            for r in comparison.results
+        ],
+        "unavailable": comparison.unavailable,
+        "num_scored": len(comparison.labels),
+        "variance_over_exact": None
+        if comparison.exact_ratio is None
+        else {"least": float(comparison.exact_ratio.min()), "median": float(comparison.exact_ratio.median())},
+        "variance_over_prior": {name: float(ratio.median()) for name, ratio in comparison.contraction.items()},
+        "information_captured": comparison.information,
+        "evidence_precision": comparison.evidence_precision,
+        "verdict": verdict(comparison.results),
+    }

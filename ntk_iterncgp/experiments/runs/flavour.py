@@ -1,0 +1,51 @@
+"""The laplace-torch flavour of a run: what the settings name is passed on, the rest is left to the flavour."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from laplace import Laplace
+from torch import nn
+
+from ntk_iterncgp.experiments.config import ConfigError, RunConfig
+from ntk_iterncgp.experiments.settings import nearest
+from ntk_iterncgp.laplace_torch import IterNCGPAllLaplace, IterNCGPLastLayerLaplace
+
+FLAVOURS: dict[str, type] = {"all": IterNCGPAllLaplace, "last_layer": IterNCGPLastLayerLaplace}
+
+
+def make_flavour(config: RunConfig, model: nn.Module) -> Any:
+    """The flavour with what the settings name; the rest is left to its defaults."""
+    try:
+        return Laplace(
+            model,
+            config.data.task,
+            subset_of_weights=config.fit.subset_of_weights,
+            hessian_structure="iterncgp",
+            prior_precision=config.fit.prior_precision,
+            **_keywords(config),
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"The settings under 'fit' cannot be used: {error}") from error
+    except KeyError as error:
+        raise ConfigError(f"The network has no layer {error} (last_layer_name, under fit.options).") from error
+
+
+def check_keywords(config: RunConfig) -> None:
+    """`fit.options` are names that the flavour knows; a kernel has none."""
+    if config.kernel.name is not None:
+        return
+    known = set(inspect.signature(FLAVOURS["all"]).parameters)
+    known |= set(inspect.signature(FLAVOURS[config.fit.subset_of_weights]).parameters)
+    known -= {"self", "model", "likelihood", "args", "kwargs"}
+    for key in _keywords(config):
+        if key not in known:
+            near = nearest(key, known)
+            hint = f"did you mean '{near}'?" if near else f"they are {', '.join(sorted(known))}."
+            raise ConfigError(f"The flavour has no setting '{key}' (fit.options); {hint}")
+
+
+def _keywords(config: RunConfig) -> dict[str, Any]:
+    named = {key: getattr(config.fit, key) for key in ("mean", "policy", "num_actions", "max_rank")}
+    return {key: value for key, value in named.items() if value is not None} | config.fit.options

@@ -1,0 +1,385 @@
+"""The self-check of a network's posterior: of its passes, after every fit and refine by `clusters`, and of itself.
+
+For passes with labels, directions u and images A_b = Σ_{n∈b} J_nᵀ W_n u_n,
+
+    checksums  A h for a random h, which was summed beside A while the data were swept: all groups at O(PB)
+    outputs    f(x; θ*) at some data: neither data nor weights have changed
+    groups     A_b computed anew for a few whole groups of the latest pass
+    adjoint    (Jᵀv)ᵀt = vᵀ(J t) for random v and t, where Jᵀ is that of the sweep and J that of predictions
+    noise      UᵀWU has 1 on its diagonal for every whole group, as the directions were scaled
+    blocks     G z = Aᵀ(A z) and R z = UᵀW(U z) for a random z and what is kept of the small matrices
+
+Groups whose checksum is off are swept again, and all of them where a group computed anew differs; small matrices are
+computed again; with a warning, and then all is checked again. What still fails is raised. Rounding is measured against
+√tr(JᵀWJ), which bounds the sum of the norms of all gradients of a group, since its directions have unit noise.
+
+Every posterior of weights, however it was made, and when it is loaded:
+
+    numbers    finite, of the right sizes; the diagonal of JᵀWJ not negative
+    noise      R symmetric and positive definite
+    bound      tr(R⁻¹AᵀA) ≤ tr(JᵀWJ), where that is known exactly: nobody knows more than all data say
+    variance   between zero and the prior's, at a few inputs
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ntk_iterncgp.clusters.clusters import Clusters
+from ntk_iterncgp.clusters.passes import Pass, checksum_vector
+from ntk_iterncgp.data.fixed_order import Inputs, slice_rows
+from ntk_iterncgp.fitting.linearised import LinearisedNetwork, NetworkSettings
+from ntk_iterncgp.fitting.self_check import ELSEWHERE, MIN_DATA, ROWS, SelfCheckError, refusal
+from ntk_iterncgp.jacobian.base import NetworkJacobian
+from ntk_iterncgp.jacobian.rows import Rows
+from ntk_iterncgp.jacobian.trace import FEW_NUMBERS, affordable_data
+from ntk_iterncgp.linalg.factor import rounding_noise
+from ntk_iterncgp.linalg.inner_products import SLICE_ROWS, inner_products, rows_at_once
+from ntk_iterncgp.posterior.weight_space import WeightPosterior
+from ntk_iterncgp.runtime import parallel
+
+MARGIN = 500.0  # in units of rounding: a network amplifies it, and other batches are summed in another order
+FLOOR = 1e-10  # what is asked of float64
+SMALL = 1e-6  # a curvature that says nothing
+COLUMNS = 32  # of the images, scaled by the prior variance at once
+
+
+def network_rounding(dtype: torch.dtype) -> float:
+    """The relative error that a product with J may have."""
+    return max(FLOOR, MARGIN * torch.finfo(dtype).eps)
+
+
+def check_posterior(
+    posterior: WeightPosterior, prior_precision: Tensor, noise_scale: Tensor, at: Iterable[Rows] = ()
+) -> WeightPosterior:
+    """The same posterior, or a `SelfCheckError`."""
+    told = list(_sizes(posterior, prior_precision, noise_scale)) or list(_matrices(posterior))
+    if not told and posterior.rank:
+        told = [sentence for rows in at for sentence in _variance(posterior, prior_precision, noise_scale, rows)]
+    if told:
+        raise SelfCheckError(refusal(told))
+    return posterior
+
+
+def _sizes(posterior: WeightPosterior, prior_precision: Tensor, noise_scale: Tensor) -> Iterator[str]:
+    P, B = sum(posterior.layer_sizes), posterior.images.shape[-1]
+    shapes = {
+        "images": (P, B),
+        "noise_gram": (B, B),
+        "right_hand_side": (B,),
+        "curvature_diagonal": (P,),
+    }
+    for name, shape in shapes.items():
+        value = getattr(posterior, name)
+        if tuple(value.shape) != shape:
+            yield f"{name} of shape {shape}, but got {tuple(value.shape)}"
+        elif not all(bool(torch.isfinite(part).all()) for part in value.split(SLICE_ROWS)):  # no copy of the images
+            yield f"finite numbers in {name}, but it holds NaN or infinity"
+    diagonal = posterior.curvature_diagonal  # of decided data it is a difference of numbers that are nearly the same
+    if len(diagonal) and float(diagonal.min()) < -1e-3 * max(float(diagonal.max()), SMALL):
+        yield "a curvature of the weights that is nowhere negative, but it is"
+    for name, value in (("prior_precision", prior_precision), ("the noise scale", noise_scale)):
+        if not bool((torch.isfinite(value) & (value > 0)).all()):
+            yield f"{name} to be positive and finite, but it is not"
+
+
+def _matrices(posterior: WeightPosterior) -> Iterator[str]:
+    R = posterior.noise_gram
+    if posterior.rank == 0:
+        return
+    sides = R.diagonal().clamp_min(1e-300).rsqrt()
+    scaled = R * sides[:, None] * sides
+    if not float((scaled - scaled.T).abs().max()) <= FLOOR:
+        yield "a symmetric noise of the actions, but it is not"
+        return
+    info = torch.linalg.cholesky_ex(scaled).info
+    if int(info) != 0 or bool((R.diagonal() <= 0).any()):
+        yield "a positive definite noise of the actions, but it is not"
+        return
+    if posterior.trace_is_exact:
+        gram, known = posterior.unit_gram * sides[:, None] * sides, float(posterior.curvature_diagonal.sum())
+        # Nearly dependent actions would make information of rounding; of right images AᵀA has no more than B tr(JᵀWJ).
+        rounding = rounding_noise(gram, scaled, posterior.images.dtype)
+        limit = torch.finfo(posterior.images.dtype).eps * posterior.rank * known
+        scaled.diagonal().add_(min(rounding, limit))
+        said = float(torch.linalg.solve(scaled, gram).trace())
+        slack = 0.5 if posterior.images.dtype != torch.float64 else 1e-3
+        if not said <= (1 + slack) * known + SMALL:
+            yield f"actions that say no more than all data do ({known:.4g}), but they say {said:.4g}"
+
+
+def _variance(posterior: WeightPosterior, prior_precision: Tensor, noise_scale: Tensor, rows: Rows) -> Iterator[str]:
+    variance = 1 / posterior.precision_of_weights(prior_precision)
+    prior = rows.covariance(variance).diagonal(dim1=1, dim2=2)  # (b, C)
+    scaled = variance.to(posterior.images.dtype)[:, None]
+    cross = torch.cat([rows.times(scaled * part) for part in posterior.images.split(COLUMNS, 1)], 2)  # (b, C, B)
+    half = posterior.factor(prior_precision, noise_scale).half_solve(cross.flatten(0, 1).T)
+    left = 1 - half.square().sum(0) / prior.flatten().clamp_min(1e-300)
+    if not bool((left >= -(network_rounding(posterior.images.dtype) ** 0.5)).all()):
+        worst = float(left.nan_to_num(nan=-torch.inf).min())
+        yield f"variances between zero and the prior's, but one is {worst:.1e} times the prior's"
+
+
+MAX_CHECKED_OUTPUTS = 16  # or as many combinations of them
+GROUP_SHARE, MAX_GROUPS = 0.01, 4  # what is computed anew: groups with at most this share of all data, or few
+
+
+@dataclass
+class Findings:
+    """What is wrong, each the end of a sentence; which actions of each pass to sweep again, and whether small matrices
+    are to be computed again; some inputs; and whether anything was mended before."""
+
+    told: list[str] = field(default_factory=list)
+    stale: list[Tensor] = field(default_factory=list)  # (q·B,) each
+    stale_blocks: bool = False
+    visited: list[Inputs] = field(default_factory=list)
+    were_mended: bool = False
+
+
+def checked_passes(
+    clusters: Clusters,
+    curvature_trace: float,
+    network: LinearisedNetwork,
+    settings: NetworkSettings,
+    *,
+    visit: bool = True,
+) -> Findings:
+    """Check the passes, sweep again what is not as it should be, in place. `visit=False` leaves the data alone: enough
+    to see, before more is made of the sums, that they are what was summed."""
+    found = _problems(clusters, curvature_trace, network, settings, visit)
+    swept_again = any(bool(stale.any()) for stale in found.stale)
+    if found.told and (swept_again or found.stale_blocks):
+        mending = "These groups are swept again." if swept_again else "They are computed again."
+        warnings.warn(f"The self-check expected {'; and '.join(found.told)}. {mending}", stacklevel=4)
+        for done, stale in zip(clusters.passes, found.stale, strict=True):
+            _sweep_again(clusters, done, stale, network, settings.chunk_bytes)
+        clusters.forget()
+        found = replace(_problems(clusters, curvature_trace, network, settings, visit), were_mended=True)
+    if found.told:
+        raise SelfCheckError(refusal(found.told))
+    return found
+
+
+def _sweep_again(clusters: Clusters, done: Pass, stale: Tensor, network: LinearisedNetwork, chunk_bytes: int) -> None:
+    groups = stale.view(len(done.directions), -1).any(0)  # all directions of a group come from one sweep
+    if not bool(groups.any()):
+        return
+    for sums in (done.images, done.checksums):
+        sums.view(len(done.directions), len(groups), -1)[:, groups] = 0
+    again = replace(done, swept=~(groups[done.labels] & done.swept))
+    for _ in clusters.sweep(again, network.jacobian, network.data, chunk_bytes):
+        pass
+    clusters.finish(again)  # in place: `done` has the same sums
+
+
+# --- the checks ---------------------------------------------------------------------------------------------------
+
+
+def _problems(
+    clusters: Clusters, curvature_trace: float, network: LinearisedNetwork, settings: NetworkSettings, visit: bool
+) -> Findings:
+    found = Findings(stale=[torch.zeros_like(done.checksums, dtype=torch.bool) for done in clusters.passes])
+    size = max(curvature_trace, 0.0) ** 0.5
+    for done, stale in zip(clusters.passes, found.stale, strict=True):
+        allowed = 10 * network_rounding(done.images.dtype) * size
+        off = ~((done.images @ checksum_vector(done.images) - done.checksums).abs() <= allowed)
+        if bool(off.any()):
+            stale |= off
+            found.told.append(f"images that are what was summed on the way, but {int(off.sum())} are not")
+        if not _has_unit_noise(clusters, done):
+            found.told.append("directions with unit noise in every group, but some have another")
+    if not found.told and not (_gram_is_right(clusters) and _noise_is_right(clusters)):
+        found.told.append("small matrices to be those of the actions, but they are others")
+        found.stale_blocks = True
+    if visit and not found.told:
+        _visit(clusters, size, network, settings, found)
+    if parallel.any_of(bool(found.told)):  # several processes mend together, whatever one of them has found
+        found.told = found.told or [ELSEWHERE]
+        found.stale_blocks = parallel.any_of(found.stale_blocks)
+        for stale in found.stale:
+            stale |= parallel.all_sum(stale.int()).bool()
+    return found
+
+
+def _has_unit_noise(clusters: Clusters, done: Pass) -> bool:
+    """Or no direction at all, for a group that the data say nothing about. Of decided data W is known to eps alone."""
+    eps = torch.finfo(torch.float64).eps
+    for u in done.directions:
+        noise = clusters.group_noise(done, u)
+        length = torch.zeros_like(noise).index_add_(0, done.labels, u.square().sum(1))
+        if not bool((((noise - 1).abs() <= 1e-6 + 16 * eps * length) | (length == 0)).all()):
+            return False
+    return True
+
+
+def _gram_is_right(clusters: Clusters) -> bool:
+    """Of the passes whose blocks are cached, all at once: two products with their images."""
+    known = _num_known(clusters.gram_blocks)
+    images = clusters.action_images()[:known] if known else []
+    z = _signs(images)
+    lengths = [torch.linalg.vector_norm(block, dim=1).double() for block in images]
+    products = [_combined(block, part) for block, part in zip(images, z, strict=True)]
+    for i, block in enumerate(images):
+        total = torch.stack(products).sum(0)[:, None]
+        off = inner_products(block.T, total)[:, 0] - _row_of_blocks(clusters.gram_blocks, i, z)
+        allowed = network_rounding(block.dtype) * lengths[i] * float(torch.cat(lengths).sum())
+        if not bool((off.abs() <= allowed).all()):
+            return False
+    return True
+
+
+def _combined(images: Tensor, z: Tensor) -> Tensor:  # (B, P), (B,) -> (P,)
+    """A z in float64, a slice of weights at a time: no second copy of the images."""
+    total = torch.empty(images.shape[1], dtype=torch.float64, device=images.device)
+    step = rows_at_once(len(images))
+    for place, part in zip(total.split(step), images.split(step, 1), strict=True):
+        place.copy_(z @ part.double())
+    return total
+
+
+def _noise_is_right(clusters: Clusters) -> bool:
+    """The same with directions, and one product with W. Of decided data W is known to eps alone."""
+    parts = [(done, u) for done in clusters.passes for u in done.directions][: _num_known(clusters.noise_blocks)]
+    z = _signs([done.checksums[: done.num_groups] for done, _ in parts])
+    if not parts:
+        return True
+    v = torch.zeros_like(clusters.outputs)
+    for part, (done, u) in zip(z, parts, strict=True):
+        v.index_add_(0, done.rows, part[done.labels, None] * u)
+    curved, length, eps = clusters.curvature(v), torch.linalg.vector_norm(v, dim=1), torch.finfo(torch.float64).eps
+    for i, (done, u) in enumerate(parts):
+        sums = torch.zeros(2, done.num_groups, dtype=torch.float64, device=v.device)
+        each = torch.stack([(u * curved[done.rows]).sum(1), torch.linalg.vector_norm(u, dim=1) * length[done.rows]])
+        direct, size = sums.index_add_(1, done.labels, each)
+        off = direct - _row_of_blocks(clusters.noise_blocks, i, z)
+        if not bool((off.abs() <= 1e-9 * sum(map(len, z)) + 16 * eps * size).all()):
+            return False
+    return True
+
+
+def _num_known(blocks: dict[tuple[int, int], Tensor]) -> int:
+    """For how many, from the first, all blocks between them are there."""
+    number = 0
+    while all((number, j) in blocks for j in range(number + 1)):
+        number += 1
+    return number
+
+
+def _signs(like: list[Tensor]) -> list[Tensor]:  # (B, …) each -> (B,) each
+    generator = torch.Generator().manual_seed(0)
+    return [(2.0 * torch.randint(2, (len(t),), generator=generator) - 1).double().to(t.device) for t in like]
+
+
+def _row_of_blocks(blocks: dict[tuple[int, int], Tensor], i: int, z: list[Tensor]) -> Tensor:
+    """One row of blocks of a symmetric matrix, of which the lower triangle is kept, times z."""
+    return torch.cat([blocks[i, j] if j <= i else blocks[j, i].T for j in range(len(z))], 1) @ torch.cat(z)
+
+
+def _visit(
+    clusters: Clusters, size: float, network: LinearisedNetwork, settings: NetworkSettings, found: Findings
+) -> None:
+    """Look at some data again, all in one go."""
+    jacobian, (num_data, num_outputs) = network.jacobian, clusters.shape
+    latest, device = clusters.passes[-1], clusters.outputs.device
+    generator = torch.Generator().manual_seed(len(clusters.passes))
+    groups = _some_groups(latest, max_group_data(jacobian, num_data), generator).to(device)
+    outputs = min(num_outputs, MAX_CHECKED_OUTPUTS)
+    number = affordable_data(jacobian, num_data, outputs, max(MIN_DATA, -(-ROWS // num_outputs)))
+    few = torch.randint(num_data, (number,), generator=generator).to(device)
+    rows = torch.cat([few, latest.rows[torch.isin(latest.labels, groups)]]).unique()
+    sums = latest.images.new_zeros(len(latest.directions), len(groups), jacobian.num_params)
+    error, at_once = 0.0, max(1, settings.chunk_bytes // jacobian.bytes_per_row(outputs))
+    with torch.no_grad():
+        for part, x in network.data.pick(rows, num_data, num_data):
+            error = max(error, float((jacobian.forward(x).double() - clusters.outputs[part]).abs().max()))
+            for g, group in enumerate(groups.tolist()):
+                items = ((latest.labels == group) & torch.isin(latest.rows, part)).nonzero()[:, 0]
+                if len(items):
+                    here = torch.searchsorted(part, latest.rows[items])
+                    curved = [clusters.curvature(u[items], latest.rows[items]) for u in latest.directions]
+                    cotangents = torch.stack(curved, 2).to(jacobian.dtype)
+                    sums[:, g] += jacobian.vjp(slice_rows(x, here, len(part)), cotangents).T
+            here = torch.isin(part, few).nonzero()[:, 0][:at_once]
+            if len(here):
+                found.visited.append(slice_rows(x, here, len(part)))
+    allowed = network_rounding(jacobian.dtype)
+    if not error <= 10 * allowed * (1 + float(clusters.outputs.abs().max())):
+        found.told.append(f"the model's outputs to be those of the fit, but at some data they differ by {error:.1e}")
+        return
+    stored = latest.images.view(len(latest.directions), latest.num_groups, -1)[:, groups]
+    off = torch.linalg.vector_norm((sums - stored).double(), dim=2)  # (q, groups)
+    if not bool((off <= allowed * size).all()):
+        found.told.append(
+            f"images that are sums of gradients, but of {len(groups)} computed again one differs by "
+            f"{float(off.max()):.1e}, where rounding explains {allowed * size:.1e}"
+        )
+        for stale in found.stale:
+            stale.fill_(True)
+    for x in found.visited:
+        _check_adjoint(network, x, found)
+
+
+def max_group_data(jacobian: NetworkJacobian, num_data: int) -> int:
+    """How many data the groups that are computed anew may have together: more where a backward pass is cheap."""
+    few = ROWS if ROWS * jacobian.num_params <= FEW_NUMBERS else 1
+    return max(few, int(GROUP_SHARE * num_data))
+
+
+def _some_groups(done: Pass, max_data: int, generator: torch.Generator) -> Tensor:
+    """Random groups that have been swept as a whole, a few, and not too large together."""
+    counts = torch.bincount(done.labels, minlength=done.num_groups).cpu()
+    swept = torch.bincount(done.labels[done.swept], minlength=done.num_groups).cpu()
+    whole = ((swept == counts) & (counts > 0)).nonzero()[:, 0]
+    if not len(whole):
+        return whole
+    max_data = max(max_data, int(counts[whole].min()))  # one of them in any case
+    shuffled = whole[torch.randperm(len(whole), generator=generator)]
+    shuffled = shuffled[counts[shuffled] <= max_data][:MAX_GROUPS]
+    return shuffled[counts[shuffled].cumsum(0) <= max_data].sort().values
+
+
+def _check_adjoint(network: LinearisedNetwork, x: Inputs, found: Findings) -> None:
+    """Reverse mode summed over a batch, as in sweeps, against rows of J, as in predictions."""
+    jacobian, generator = network.jacobian, torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        rows = rows_at(network, x)
+        t = torch.randn(jacobian.num_params, generator=generator).to(rows.outputs)
+        product = rows.times(t[:, None])[..., 0]  # (b, C), or (b, r) for r combinations of the outputs
+        v = torch.randn(product.shape, generator=generator).to(rows.outputs)
+        contrasts = _contrasts(rows.outputs)
+        cotangents = v if contrasts is None else v @ contrasts.T.to(v)
+        left = float(jacobian.vjp(x, cotangents[..., None])[:, 0].double() @ t.double())
+        right = float((v.double() * product).sum())
+        unit = torch.ones(jacobian.num_params, dtype=torch.float64, device=v.device)
+        scale = float(v.double().norm() * rows.covariance(unit).diagonal(dim1=1, dim2=2).sum().sqrt())
+    if not abs(left - right) <= network_rounding(jacobian.dtype) * scale:
+        found.told.append(
+            f"the model's derivatives to agree between sweeps and predictions, but (Jᵀv)ᵀt = {left:.6g} and "
+            f"vᵀ(J t) = {right:.6g}"
+        )
+
+
+def rows_at(network: LinearisedNetwork, x: Inputs) -> Rows:
+    """Of all outputs, or of some random combinations where there are many: what is wrong with one is in all of them."""
+    contrasts = _contrasts(network.jacobian.forward(x))
+    return network.jacobian.rows(x, network.data.num_rows(x), contrasts)
+
+
+def _contrasts(outputs: Tensor) -> Tensor | None:  # (b, C) -> (C, r)
+    """Orthonormal, and always the same."""
+    C = outputs.shape[1]
+    if C <= MAX_CHECKED_OUTPUTS:
+        return None
+    drawn = torch.randn(C, MAX_CHECKED_OUTPUTS, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return torch.linalg.qr(drawn).Q.to(outputs.device)
+
+
+def each_rows(network: LinearisedNetwork, visited: list[Inputs]) -> Iterator[Rows]:
+    """Of the inputs that were visited."""
+    with torch.no_grad():
+        yield from (rows_at(network, x) for x in visited)

@@ -1,0 +1,394 @@
+"""`NonConjugateGP`: the front door for Gaussian processes with an explicit kernel.
+
+    gp = NonConjugateGP(kernels.Matern32(lengthscale=0.05, outputscale=0.05), likelihoods.Softmax(10))
+    gp.fit(X, y)
+    probabilities = gp.predict(X_test)
+
+Everything is checked here, before any work is done; the rooms behind it do not check again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ntk_iterncgp.fitting.drive import Trajectory, drive
+from ntk_iterncgp.fitting.report import FitReport
+from ntk_iterncgp.fitting.self_check import checked
+from ntk_iterncgp.fitting.solver_run import SolverRun, solver_report
+from ntk_iterncgp.gp.checks import (
+    check_memory,
+    checked_device,
+    checked_dtype,
+    checked_inputs,
+    checked_kernels,
+    checked_likelihood,
+    checked_mean,
+    checked_targets,
+    choose_kronecker,
+    computing_dtype,
+)
+from ntk_iterncgp.gp.optimize import OptimizationReport, maximise_elbo
+from ntk_iterncgp.gp.saving import session_of
+from ntk_iterncgp.kernels import METHODS, Kernel
+from ntk_iterncgp.likelihoods import Likelihood
+from ntk_iterncgp.persistence.checkpoint import Checkpoint
+from ntk_iterncgp.posterior.function_space import Evidence, Posterior
+from ntk_iterncgp.posterior.predictive import check_interval, check_link, credible_interval, expected_response
+from ntk_iterncgp.priors.gram import GramPrior
+from ntk_iterncgp.runtime import parallel
+from ntk_iterncgp.runtime.validate import non_negative, seed_number, whole_number
+from ntk_iterncgp.solver import (
+    NewtonOptions,
+    Policy,
+    Problem,
+    State,
+    Status,
+    Stopping,
+    initial_state,
+    newton,
+    refine,
+    resolve_policy,
+)
+
+T = TypeVar("T")
+MAX_KRONECKER_RANK = 3000  # beyond this the B×B algebra takes longer than it saves in products
+
+
+class NonConjugateGP:
+    """A Gaussian process with a log-concave likelihood, by IterNCGP.
+
+    Args:
+        kernel: One kernel for all outputs, or a list with one for each.
+        likelihood: Gaussian, Bernoulli, Poisson, Softmax, or your own.
+        mean: The prior mean, a constant or one for each output.
+        policy: "curvature_residual", "residual", "unit", "random_subspace", or a callable state -> (n, k).
+        max_products: Products with the kernel matrix that `fit` may spend.
+        max_newton_steps: Newton steps that `fit` may take.
+        products_per_step: Products in one Newton step.
+        max_rank: How many actions to retain (None: all, or 3000 if they are Kronecker).
+        compression: How to choose them: "mean+trace", or "eigen": like the paper the top eigenvectors of M, but of
+            actions of length one, and the mean moves into the retained span.
+        newton_tol: Stop when the latent values change by less than this fraction.
+        actions: "joint": each product gives one action. "kronecker": where all classes share one kernel, each product
+            gives up to (C−1)², at the price of larger small matrices. "auto": Kronecker for up to eleven classes, a
+            shared kernel and the policies "curvature_residual" and "random_subspace".
+        damped: False for the paper's undamped Newton steps.
+        product_method: How to multiply by the kernel matrix: "auto", "plain", "fused", "gemm", "sparse" or "keops".
+        product_tolerance: What the sparse method may leave out, as a fraction of the kernel's largest value; 0:
+            nothing.
+        chunk_bytes: Memory for one block of the kernel matrix.
+        seed: Of policies that draw random numbers.
+        dtype: Of inputs and answers; None: that of the data. Small problems (up to about 10 000 data) are computed in
+            float64.
+        device: Where to compute; None: where the data are.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel | Sequence[Kernel],
+        likelihood: Likelihood,
+        *,
+        mean: float | Sequence[float] | Tensor = 0.0,
+        policy: str | Policy = "curvature_residual",
+        max_products: int = 100,
+        max_newton_steps: int = 20,
+        products_per_step: int = 5,
+        max_rank: int | None = None,
+        compression: str = "mean+trace",
+        newton_tol: float = 1e-2,
+        actions: str = "auto",
+        damped: bool = True,
+        product_method: str = "auto",
+        product_tolerance: float | None = None,
+        chunk_bytes: int = 64 * 2**20,
+        seed: int = 0,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.likelihood = checked_likelihood(likelihood)
+        self.kernels = checked_kernels(kernel, likelihood)
+        self.mean = checked_mean(mean, likelihood)
+        self.policy = resolve_policy(policy)
+        self.stopping = Stopping(
+            max_products,
+            products_per_step,
+            max_newton_steps,
+            newton_tol,
+            residual_tol=min(1e-5, 1e-3 * non_negative("newton_tol", newton_tol)),
+        )
+        self.options = NewtonOptions(max_rank, compression, damped)
+        self.kronecker = choose_kronecker(actions, policy, likelihood, self.kernels, max_rank)
+        if self.kronecker and max_rank is None:
+            self.options = NewtonOptions(MAX_KRONECKER_RANK, compression, damped)
+        if product_method not in METHODS:
+            names = ", ".join(map(repr, METHODS))
+            raise ValueError(f"`product_method` must be one of {names}; got {product_method!r}. Try 'auto'.")
+        self.product_method, self.product_tolerance = product_method, product_tolerance
+        self.chunk_bytes = whole_number("chunk_bytes", chunk_bytes, at_least=1)
+        self.seed = seed_number(seed)
+        self.dtype, self.device = checked_dtype(dtype), checked_device(device)
+        self._posterior: Posterior | None = None
+        self._report: FitReport | None = None
+        self.optimization_: OptimizationReport | None = None  # how `optimize` went
+
+    def __repr__(self) -> str:
+        kernel = repr(self.kernels[0]) if len(self.kernels) == 1 else repr(self.kernels)
+        fitted = f", fitted: {self._report}" if self._report else ", not fitted"
+        return f"NonConjugateGP({kernel}, {self.likelihood!r}{fitted})"
+
+    # --- fitting --------------------------------------------------------------------------------------------------
+
+    @parallel.together()
+    @torch.no_grad()
+    def fit(
+        self,
+        X: Tensor,
+        y: Tensor,
+        *,
+        progress_bar: bool = False,
+        callback: Callable[[State], object] | None = None,
+        checkpoint: Checkpoint | None = None,
+    ) -> NonConjugateGP:
+        """Infer the posterior of the latent functions from data.
+
+        Args:
+            X: The inputs (N, d).
+            y: The targets: labels or counts (N,), or values (N,) or (N, C).
+            progress_bar: Whether to show one.
+            callback: Called with each state of the solver.
+            checkpoint: Where to save the work as it proceeds; the same call after a crash resumes from there.
+
+        Returns:
+            This GP.
+        """
+        inputs = self._checked_inputs(X, "X").detach().clone()  # what the caller does to X later changes nothing here
+        targets = checked_targets(y, inputs, self.likelihood).clone()
+        parallel.check_same([inputs, targets], "X and y are")
+        capacity, outputs = self._capacity(len(inputs)), 1 if self.kronecker else self.likelihood.num_outputs
+        prior = GramPrior(
+            self.kernels,
+            inputs.to(computing_dtype(self.kernels, inputs, capacity * outputs)),
+            self.mean,
+            chunk_bytes=self.chunk_bytes,
+            method=self.product_method,
+            tolerance=self.product_tolerance,
+            data_dtype=inputs.dtype,
+        )
+        problem = Problem(prior, self.likelihood, targets)
+        check_memory(problem, capacity, self.options.max_rank, self.kronecker, self.chunk_bytes)
+        state = initial_state(problem, seed=self.seed, capacity=capacity, kronecker=self.kronecker)
+        session, digests = session_of(self, checkpoint, "fit", state)
+        run = SolverRun(
+            lambda state: newton(state, self.policy, self.stopping, self.options),
+            state,
+            self.stopping.max_products,
+            digests,
+        )
+        trajectory = drive(run, state, callback=callback, progress_bar=progress_bar, session=session)
+        return self._take(trajectory, prior.how)
+
+    @parallel.together()
+    def optimize(
+        self,
+        X: Tensor,
+        y: Tensor,
+        *,
+        max_steps: int = 20,
+        tolerance: float = 0.02,
+        fixed: Sequence[str] = (),
+        progress_bar: bool = False,
+    ) -> NonConjugateGP:
+        """Choose lengthscales, outputscale and noise by the evidence lower bound, and fit there.
+
+        Each step spends `max_products` on a fit and then climbs. The bound is as tight as the fit: make sure that
+        `information_captured` is high. Afterwards `kernels`, `likelihood` and `optimization_` hold the result; after
+        Ctrl-C, the best one so far.
+
+        Args:
+            X: The inputs (N, d).
+            y: The targets, as in `fit`.
+            max_steps: How many steps to take at most.
+            tolerance: Stop when no hyperparameter moves by more than this fraction.
+            fixed: Names of hyperparameters to leave as they are.
+            progress_bar: Whether to show one.
+
+        Returns:
+            This GP.
+        """
+
+        def fit(kernels: list[Kernel], likelihood: Likelihood) -> NonConjugateGP:
+            gp = copy(self)  # this one stays as it is until there is a result
+            gp.kernels, gp.likelihood = kernels, likelihood
+            left = self.stopping.max_products - gp.fit(X, y).report_.num_products
+            if left > 0 and gp.report_.status != Status.INTERRUPTED:
+                gp.refine(left)  # a loose bound prefers smooth kernels
+            return gp
+
+        best, self.optimization_ = maximise_elbo(
+            fit,
+            self.kernels,
+            self.likelihood,
+            max_steps=whole_number("max_steps", max_steps, at_least=1),
+            tolerance=tolerance,
+            fixed=fixed,
+            progress_bar=progress_bar,
+        )
+        self.kernels, self.likelihood = best.kernels, best.likelihood
+        self._posterior, self._report = best._posterior, best._report
+        return self
+
+    @parallel.together()
+    @torch.no_grad()
+    def refine(
+        self,
+        max_products: int = 50,
+        *,
+        progress_bar: bool = False,
+        callback: Callable[[State], object] | None = None,
+        checkpoint: Checkpoint | None = None,
+    ) -> NonConjugateGP:
+        """Spend more products from where the fit stopped: first on the mean, then on the variance.
+
+        Args:
+            max_products: How many products to spend.
+            progress_bar: Whether to show one.
+            callback: Called with each state of the solver.
+            checkpoint: Where to save the work as it proceeds; the same call after a crash resumes from there.
+
+        Returns:
+            This GP.
+        """
+        state, report = self.posterior_.state, self.report_
+        max_products = whole_number("max_products", max_products, at_least=1)
+        columns = state.buffer.actions.factor.size + self._capacity(state.problem.prior.num_data, max_products)
+        columns = int(2.5 * columns)  # as they grow by half, into another place
+        check_memory(state.problem, columns, self.options.max_rank, self.kronecker, self.chunk_bytes)
+        stopping = replace(self.stopping, max_products=max_products)
+        session, digests = session_of(self, checkpoint, "refine", state, max_products=max_products)
+        run = SolverRun(lambda state: refine(state, self.policy, stopping, self.options), state, max_products, digests)
+        trajectory = drive(
+            run,
+            state,
+            history=report.history,
+            seconds=report.seconds,
+            callback=callback,
+            progress_bar=progress_bar,
+            session=session,
+        )
+        return self._take(trajectory, report.products_by)
+
+    def _take(self, trajectory: Trajectory[State], products_by: str) -> NonConjugateGP:
+        """Adopt a posterior that has passed its self-check; on failure an earlier one stays in place."""
+        report = replace(solver_report(trajectory), products_by=products_by)
+        ascends = self.options.damped and self.options.keeps_mean and not self.likelihood.is_quadratic
+        state = checked(trajectory.state, report.history, ascends=ascends)
+        spent = state.problem.prior.num_products  # mending costs products too
+        self._posterior, self._report = Posterior(state), replace(report, num_products=spent)
+        return self
+
+    @property
+    def posterior_(self) -> Posterior:
+        """The posterior of the latent functions."""
+        return _fitted(self._posterior)
+
+    @property
+    def report_(self) -> FitReport:
+        """How the fit ended, with advice."""
+        return _fitted(self._report)
+
+    # --- predicting -----------------------------------------------------------------------------------------------
+
+    def latent(self, x: Tensor, *, joint: bool = False) -> tuple[Tensor, Tensor]:
+        """Mean (b, C) and covariance (b, C, C) of the latent functions at x; if `joint`, (b·C, b·C)."""
+        posterior, x = self.posterior_, self._checked_inputs(x, "x", new=True)
+        if joint:
+            mean, covariance = posterior.latent(x, joint=True)
+        else:
+            mean, covariance = map(torch.cat, zip(*(posterior.latent(part) for part in self._parts(x)), strict=True))
+        return mean.to(x.dtype), covariance.to(x.dtype)
+
+    def predict(self, x: Tensor, *, link: str = "probit", n_samples: int = 512) -> Tensor:
+        """Predict E[y]: class probabilities (of class 1 for Bernoulli), rates for Poisson, means for Gaussian.
+
+        Args:
+            x: The inputs (b, d).
+            link: "probit", "quadrature" or "mc".
+            n_samples: Of "mc", and of "quadrature" for three classes or more; for fewer it is right to ten digits.
+
+        Returns:
+            The expected responses (b, C).
+        """
+        check_link(link)
+        n_samples = whole_number("n_samples", n_samples, at_least=1)
+        posterior, x = self.posterior_, self._checked_inputs(x, "x", new=True)
+        if link == "probit":  # which needs no covariances between outputs
+            marginals = (posterior.marginals(part) for part in self._parts(x, marginal=True))
+            return torch.cat([self.likelihood.expected_response(*moments) for moments in marginals]).to(x.dtype)
+        parts = [
+            expected_response(
+                self.likelihood, *posterior.latent(part), link=link, num_samples=n_samples, generator=self._generator(x)
+            )
+            for part in self._parts(x, extra=16 * n_samples * self.likelihood.num_outputs)
+        ]
+        return torch.cat(parts).to(x.dtype)
+
+    def credible_interval(self, x: Tensor, *, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """Lower and upper ends (b, C) of the central interval of the rate, the probability or the noise-free value."""
+        check_interval(self.likelihood, level)
+        mean, covariance = self.latent(x)
+        return credible_interval(self.likelihood, mean, covariance.diagonal(dim1=1, dim2=2), level=level)
+
+    def sample(self, x: Tensor, n_samples: int, *, generator: torch.Generator | None = None) -> Tensor:
+        """Joint draws of the latent functions at x: (n_samples, b, C)."""
+        n_samples = whole_number("n_samples", n_samples, at_least=1)
+        posterior, x = self.posterior_, self._checked_inputs(x, "x", new=True)
+        return posterior.sample(x, n_samples, generator).to(x.dtype)
+
+    def log_evidence(self) -> Evidence:
+        """Two-sided bounds on the Laplace log-evidence at the current point."""
+        return self.posterior_.log_evidence()
+
+    def elbo(self) -> float:
+        """A lower bound on the true log-evidence."""
+        return self.posterior_.elbo()
+
+    # --- checks ---------------------------------------------------------------------------------------------------
+
+    def _checked_inputs(self, X: Tensor, name: str, *, new: bool = False) -> Tensor:
+        return checked_inputs(X, name, self.dtype, self.device, trained=self._trained_inputs if new else None)
+
+    @property
+    def _trained_inputs(self) -> Tensor:
+        prior = self.posterior_.prior
+        assert isinstance(prior, GramPrior)
+        return prior.inputs[:0].to(prior.data_dtype)  # no rows: new inputs must match their columns, dtype and device
+
+    # --- sizes ----------------------------------------------------------------------------------------------------
+
+    def _capacity(self, num_data: int, max_products: int | None = None) -> int:
+        """Room for the columns that the budget can fill, so that buffers are not copied as they grow."""
+        max_products = self.stopping.max_products if max_products is None else max_products
+        if self.kronecker:
+            return min(num_data, max_products * self.likelihood.num_outputs)
+        budget, max_rank = min(max_products, num_data * self.likelihood.curvature_rank), self.options.max_rank
+        return budget if max_rank is None else min(budget, max_rank + self.stopping.products_per_step)
+
+    def _generator(self, x: Tensor) -> torch.Generator:
+        """The same draws for every part of the inputs, so that how they are divided does not matter."""
+        return torch.Generator(device=x.device).manual_seed(self.seed)
+
+    def _parts(self, x: Tensor, extra: int = 0, *, marginal: bool = False) -> Iterator[Tensor]:
+        """x in parts whose work fits in `chunk_bytes`; one empty part for no inputs."""
+        return iter(x.split(max(1, self.chunk_bytes // (self.posterior_.bytes_per_input(marginal=marginal) + extra))))
+
+
+def _fitted(found: T | None) -> T:
+    if found is None:
+        raise RuntimeError("This NonConjugateGP has not been fitted yet. Call fit(X, y) first.")
+    return found

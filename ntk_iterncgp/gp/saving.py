@@ -1,0 +1,60 @@
+"""The fingerprint of a `NonConjugateGP`, by which a checkpoint is matched to it: its settings and its data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor
+
+from ntk_iterncgp.persistence.checkpoint import Checkpoint, CheckpointSession, open_session
+from ntk_iterncgp.persistence.fingerprint import described, digest_rows
+from ntk_iterncgp.priors.gram import GramPrior
+from ntk_iterncgp.solver import State
+
+
+def session_of(  # `gp` is a NonConjugateGP, which comes after this file
+    gp: Any, checkpoint: Checkpoint | None, name: str, state: State, **more: Any
+) -> tuple[CheckpointSession, Tensor | None]:
+    """Open the checkpoint of a fit or refine that starts from this state.
+
+    Args:
+        gp: the GP that is fitted.
+        checkpoint: where to save, if anywhere.
+        name: "fit" or "refine".
+        state: where the run starts.
+        more: further settings that must match.
+
+    Returns:
+        The session, resumed from what was saved or at its beginning, and a digest of each datum.
+    """
+    if more and checkpoint is not None:  # a refine, which starts where another run ended
+        more |= {"starts_from": described([state.gram, state.noise_gram, state.iterate.offset])}
+    session = open_session(checkpoint, name, lambda: (_settings(gp, state) | more, {}))
+    if not session.is_kept:
+        return session, None
+    prior = state.problem.prior
+    assert isinstance(prior, GramPrior)
+    data = digest_rows(prior.inputs, state.problem.targets)
+    session.check_data(data)
+    return session, data
+
+
+def _settings(gp: Any, state: State) -> dict[str, Any]:
+    prior = state.problem.prior
+    kernels = [described(kernel) | {"values": described(kernel.trainable())} for kernel in gp.kernels]
+    return {
+        "kernels": kernels,
+        "likelihood": described(gp.likelihood),
+        "mean": gp.mean.tolist(),
+        "policy": described(gp.policy),
+        **asdict(gp.stopping),
+        **asdict(gp.options),
+        "kronecker": gp.kronecker,
+        "product_method": gp.product_method,
+        "product_tolerance": gp.product_tolerance,
+        "chunk_bytes": gp.chunk_bytes,
+        "seed": gp.seed,
+        "dtype": str(prior.dtype),
+        "device": prior.device.type,
+    }

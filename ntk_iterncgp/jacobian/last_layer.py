@@ -1,0 +1,109 @@
+"""The Jacobian of a linear last layer: f(x) = Φ(x) Wᵀ + c, so J(x) = φ(x)ᵀ ⊗ I_C, kept as features alone.
+
+The weights are those of `nn.Linear`: W (C, D) flattened, then the bias (C,) if there is one. With the bias as one more
+feature that is always 1, a weight vector is a matrix (C, D′); J V, JᵀV and J Λ⁻¹ Jᵀ are contractions over D′, and no
+matrix of C·D columns per row, let alone (C·D)², is formed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+
+import torch
+from torch import Tensor, nn
+
+from ntk_iterncgp.data.fixed_order import Inputs
+from ntk_iterncgp.jacobian.base import NetworkJacobian
+from ntk_iterncgp.jacobian.rows import Rows
+
+
+class LastLayerJacobian(NetworkJacobian):
+    """J of `layer`, where a batch of inputs is a batch of its features (b, D); in `dtype`, or in that of the layer."""
+
+    def __init__(self, layer: nn.Linear, *, dtype: torch.dtype | None = None) -> None:
+        self.layer, self.has_bias = layer, layer.bias is not None
+        self.num_outputs, self.num_features = layer.weight.shape
+        self.num_params = layer.weight.numel() + (self.num_outputs if self.has_bias else 0)
+        self.dtype, self.device = dtype or layer.weight.dtype, layer.weight.device
+
+    def forward(self, x: Inputs) -> Tensor:
+        bias = self.layer.bias.detach().to(self.dtype) if self.has_bias else None
+        return nn.functional.linear(x.to(self.dtype), self.layer.weight.detach().to(self.dtype), bias)
+
+    def vjp(self, x: Inputs, cotangents: Tensor) -> Tensor:
+        return self.flat(torch.einsum("bd,bck->cdk", self.extended(x), cotangents.to(self.dtype)))
+
+    def vjp_each(self, x: Inputs, cotangents: Tensor) -> Tensor:
+        each = torch.einsum("bd,bck->cdbk", self.extended(x), cotangents.to(self.dtype)).flatten(2)
+        return self.flat(each).T.unflatten(0, (len(x), cotangents.shape[2]))
+
+    def jvp(self, x: Inputs, tangents: Tensor) -> Tensor:
+        return torch.einsum("bd,cdk->bck", self.extended(x), self.matrix(tangents.to(self.dtype)))
+
+    def rows(self, x: Inputs, num_rows: int, contrasts: Tensor | None = None) -> Rows:
+        return LastLayerRows(self, x, contrasts)
+
+    def prepare(self, x: Inputs, num_rows: int) -> None:
+        pass  # memory is known without
+
+    def bytes_per_row(self, num_outputs: int) -> int:
+        return 8 * (2 * num_outputs**2 + 2 * self.num_features)
+
+    def extended(self, features: Tensor) -> Tensor:  # (b, D) -> (b, D′)
+        features = features.to(self.dtype)
+        return torch.cat([features, torch.ones_like(features[:, :1])], 1) if self.has_bias else features
+
+    def matrix(self, weights: Tensor) -> Tensor:  # (P, k) -> (C, D′, k)
+        C, D = self.num_outputs, self.num_features
+        matrix = weights[: C * D].unflatten(0, (C, D))
+        return torch.cat([matrix, weights[C * D :, None]], 1) if self.has_bias else matrix
+
+    def flat(self, matrix: Tensor) -> Tensor:  # (C, D′, k) -> (P, k)
+        D = self.num_features
+        flat = matrix[:, :D].flatten(0, 1)
+        return torch.cat([flat, matrix[:, D]]) if self.has_bias else flat
+
+
+class LastLayerRows(Rows):
+    """J(x) = φ(x)ᵀ ⊗ I at b inputs, or φ(x)ᵀ ⊗ Hᵀ."""
+
+    def __init__(self, jacobian: LastLayerJacobian, features: Tensor, contrasts: Tensor | None) -> None:
+        self.outputs = jacobian.forward(features)
+        self._jacobian, self._features = jacobian, jacobian.extended(features)
+        self._contrasts = None if contrasts is None else contrasts.to(features.device).double()  # H (C, r)
+
+    def written_out(self) -> Tensor:
+        outputs = torch.eye(self._jacobian.num_outputs, dtype=torch.float64, device=self._features.device)
+        outputs = outputs if self._contrasts is None else self._contrasts  # (C, r)
+        each = torch.einsum("bd,cr->cdbr", self._features.double(), outputs).flatten(2)  # (C, D′, b·r)
+        return self._jacobian.flat(each).T.unflatten(0, (len(self._features), -1))
+
+    def in_dtype(self, dtype: torch.dtype) -> Rows:
+        same = copy(self)
+        same._features = self._features.to(dtype)
+        return same
+
+    def times(self, weights: Tensor) -> Tensor:
+        matrix = self._jacobian.matrix(weights.to(self._features.dtype))
+        product = torch.einsum("bd,cdk->bck", self._features, matrix).double()
+        return product if self._contrasts is None else self._contrasts.T @ product
+
+    def covariance(self, variance: Tensor, *, joint: bool = False) -> Tensor:
+        features, per_class = self._features.double(), self._jacobian.matrix(variance[:, None].double())[..., 0]
+        if not joint:
+            variances = features.square() @ per_class.T  # (b, C)
+            if self._contrasts is not None:
+                return self._contrasts.T @ (variances[..., None] * self._contrasts)
+            return torch.diag_embed(variances)
+        b, C = len(features), len(per_class)
+        full = torch.zeros(b, C, b, C, dtype=torch.float64, device=features.device)
+        for c in range(C):  # over outputs: the classes are independent
+            full[:, c, :, c] = (features * per_class[c]) @ features.T
+        return full.reshape(b * C, b * C)
+
+    def curvature_diagonal(self, curvature: Callable[[Tensor], Tensor]) -> Tensor:
+        b, C = self.outputs.shape
+        eye = torch.eye(C, dtype=torch.float64, device=self.outputs.device).expand(b, C, C)
+        weights = curvature(eye).diagonal(dim1=1, dim2=2)  # W_cc (b, C)
+        return self._jacobian.flat((weights.T @ self._features.double().square())[..., None])[:, 0]

@@ -1,0 +1,345 @@
+"""Rows of the Jacobian layer by layer, for networks whose weights all sit in plain layers.
+
+Vectorised autograd repeats for each output what all of them share, and on a CPU its per-datum convolutions are slow.
+Here one forward pass keeps what went into the layers, C backward passes leave behind the derivatives by what came out
+of them, and matrix products do the rest (`blocks.py`), one layer at a time: J as a whole is nowhere, since on a CPU
+fresh memory for it costs half as much as computing it. Half of the time on a ResNet-20, with all products that a
+prediction needs.
+
+Layers of another kind, weights used twice, or activations larger than the weights: `layer_rows` says None, and
+the rows come from `torch.func`. Weights used behind a layer's back, maybe for some data only, are found in the graph of
+every batch (`_goes_round`). What else a model may do is found by `agrees_with`, at a few data.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.nn import functional as F
+
+from ntk_iterncgp.jacobian.blocks import Block, Contraction, Outer, WrittenOut, patches
+from ntk_iterncgp.jacobian.rows import DenseRows, Rows, curvature_blocks
+
+APPLIED = (nn.Linear, nn.Conv2d)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+class LayerRows(Rows):
+    """J, or HᵀJ, as one block for each parameter tensor, in the order of the weights."""
+
+    def __init__(self, outputs: Tensor, num_rows: int, blocks: list[Block], sizes: list[int]) -> None:
+        self.outputs, self.blocks, self.sizes = outputs, blocks, sizes
+        self.shape = len(outputs), num_rows  # (b, r): of J r is C
+
+    def written_out(self) -> Tensor:
+        return self.jacobian
+
+    def in_dtype(self, dtype: torch.dtype) -> LayerRows:
+        if dtype == self.outputs.dtype:
+            return self
+        blocks = [block.in_dtype(dtype) for block in self.blocks]
+        return LayerRows(self.outputs.to(dtype), self.shape[1], blocks, self.sizes)
+
+    @cached_property
+    def jacobian(self) -> Tensor:  # (b, C, P)
+        """The rows, written out."""
+        return torch.cat([block.matrix for block in self.blocks], 2)
+
+    def times(self, weights: Tensor) -> Tensor:
+        total = self.outputs.new_zeros(*self.shape, weights.shape[1])
+        for block, part in zip(self.blocks, self._split(weights), strict=True):
+            total += block.times(part)
+        return total.double()
+
+    def covariance(self, variance: Tensor, *, joint: bool = False) -> Tensor:
+        return self.products(torch.empty(sum(self.sizes), 0).to(self.outputs), variance, joint=joint)[1]
+
+    def products(self, weights: Tensor, variance: Tensor, *, joint: bool = False) -> tuple[Tensor, Tensor]:
+        if weights.dtype != self.outputs.dtype:
+            return self.in_dtype(weights.dtype).products(weights, variance, joint=joint)
+        b, r = self.shape
+        cross = self.outputs.new_zeros(b, r, weights.shape[1])
+        covariance = self.outputs.new_zeros((b * r, b * r) if joint else (b, r, r))
+        variances = variance.expand(sum(self.sizes)).split(self.sizes)
+        for formed, part, each in zip(self._formed(), self._split(weights), variances, strict=True):
+            cross += formed.times(part)
+            if not joint and bool((each == each[0]).all()):  # one prior variance for the whole layer
+                covariance += each[0].to(covariance.dtype) * formed.gram()
+            else:
+                covariance += DenseRows(self.outputs, formed.matrix).covariance(each, joint=joint)
+        return cross.double(), covariance.double()
+
+    def by_layer(self, weights: Tensor, sizes: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor]]:
+        if len(sizes) == 1:  # all weights as one layer
+            yield self.products(weights, torch.ones((), device=weights.device))
+        elif list(sizes) != self.sizes:
+            yield from super().by_layer(weights, sizes)
+        else:
+            rows = self.in_dtype(weights.dtype)
+            for formed, part in zip(rows._formed(), rows._split(weights), strict=True):
+                yield formed.times(part).double(), formed.gram().double()
+
+    def curvature_diagonal(self, curvature: Callable[[Tensor], Tensor]) -> Tensor:
+        weight = curvature_blocks(curvature, self.outputs.shape, self.outputs)
+        return torch.cat([block.curvature_diagonal(weight) for block in self.blocks]).double()
+
+    def agrees_with(self, pull_back: Callable[[Tensor], Tensor]) -> bool:
+        """Whether these are the rows of the J whose products Jᵀc, (b, C) -> (P,), are given, by a random one."""
+        cotangent = torch.randn(self.shape, generator=torch.Generator().manual_seed(0)).to(self.outputs)
+        expected = pull_back(cotangent)
+        found = torch.cat([block.pull_back(cotangent) for block in self.blocks])
+        if found.shape != expected.shape:  # one number as the bias of all outputs
+            return False
+        tolerance = torch.finfo(found.dtype).eps ** 0.5
+        return bool((found - expected).norm() <= tolerance * expected.norm())
+
+    @property
+    def num_numbers(self) -> int:
+        """What is held at once: derivatives, and what the products of one layer need."""
+        return sum(block.num_held for block in self.blocks) + max(block.num_needed for block in self.blocks)
+
+    def _formed(self) -> Iterator[Block]:
+        """The blocks, each ready for several products until the next is asked for: one memory for all of them."""
+        space = self.outputs.new_empty(max(block.size for block in self.blocks))
+        return (block.formed(space) for block in self.blocks)
+
+    def _split(self, weights: Tensor) -> tuple[Tensor, ...]:
+        return weights.to(self.outputs.dtype).split(self.sizes)
+
+
+def layers_of(model: nn.Module, chosen: Mapping[str, Tensor]) -> dict[str, tuple[str, str]] | None:
+    """For each parameter the names of its layer and of its place there; None unless all are in layers known here."""
+    modules, found = dict(model.named_modules()), {}
+    for name in chosen:
+        owner, _, place = name.rpartition(".")
+        if not _is_plain(modules.get(owner), place):
+            return None
+        found[name] = owner, place
+    return found
+
+
+def _is_plain(layer: nn.Module | None, place: str) -> bool:
+    if place not in ("weight", "bias"):
+        return False
+    if type(layer) is nn.Conv2d:
+        return layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+    if type(layer) in BATCH_NORMS:
+        return getattr(layer, "running_mean", None) is not None
+    return type(layer) in (nn.Linear, nn.LayerNorm)
+
+
+def aliases_of(model: nn.Module, chosen: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """All places where each parameter is used. Tied weights have several; a module used twice counts once, since
+    exchanging its parameter twice would leave the exchanged one behind."""
+    places: dict[int, list[str]] = {}
+    for prefix, module in model.named_modules():
+        for name, value in module.named_parameters(prefix, recurse=False):
+            places.setdefault(id(value), []).append(name)
+    return {name: places.get(id(value), [name]) for name, value in chosen.items()}
+
+
+def padding_rows(model: nn.Module, chosen: Mapping[str, Tensor]) -> dict[str, int]:
+    """The constant row of each embedding that has one."""
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    rows = {id(e.weight): e.padding_idx for e in embeddings if e.padding_idx is not None}
+    return {name: rows[id(value)] for name, value in chosen.items() if id(value) in rows}
+
+
+class Call(NamedTuple):
+    """A layer in the forward pass."""
+
+    inputs: Tensor
+    shape: torch.Size  # of what came out
+    edge: GradientEdge  # where the derivative by that is to be had, also if it is overwritten later
+    before: Node | None  # what made the inputs, if they have a derivative
+
+
+def layer_rows(
+    model: nn.Module,
+    forward: Callable[[], Tensor],
+    source: Tensor | None,
+    places: Mapping[str, tuple[str, str]],
+    leaves: Mapping[str, Tensor],
+    contrasts: Tensor | None = None,  # H (C, r)
+) -> LayerRows | None:
+    """The rows at the inputs that `forward` puts through the model, or None where they cannot be had this way.
+
+    `forward` is to give the model its weights as `leaves`, which require gradients, and inputs made of `source`, which
+    requires one too; None where inputs have no derivative.
+    """
+    modules = dict(model.named_modules())
+    layers = {owner: modules[owner] for owner, _ in places.values()}
+    calls: list[tuple[str, Call]] = []
+
+    def watch(owner: str, layer: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> Tensor:
+        x = (*inputs, *named.values())[0]  # a model may call its layers by keyword
+        if isinstance(layer, BATCH_NORMS) and not layer.training and len(layer._forward_hooks) == 1:  # this one
+            output = _affine(layer, x)
+        if output.requires_grad:  # else the model holds this layer for constant
+            before = get_gradient_edge(x).node if x.requires_grad else None
+            calls.append((owner, Call(x.detach(), output.shape, get_gradient_edge(output), before)))
+        return output
+
+    with ExitStack() as stack:
+        for owner, layer in layers.items():
+            # before other hooks, so that what these make of the output is not taken for the layer
+            hook = layer.register_forward_hook(partial(watch, owner), prepend=True, with_kwargs=True)
+            stack.callback(hook.remove)
+        with torch.enable_grad():
+            outputs = forward()
+    (b, C), seen = outputs.shape, dict(calls)
+    if len(calls) != len(layers) or len(seen) != len(layers):
+        return None  # called twice, never, or as a constant
+    if any(len(call.inputs) != b or call.shape[0] != b for call in seen.values()):
+        return None
+    if _goes_round(outputs, leaves.values(), seen.values()):
+        return None
+    sizes = [leaf.numel() for leaf in leaves.values()]
+    activations = sum(call.shape.numel() for owner, call in seen.items() if isinstance(layers[owner], APPLIED))
+    if activations > 2 * b * sum(sizes):  # more memory than the rows themselves are granted
+        return None
+    cotangents = torch.eye(C).to(outputs) if contrasts is None else contrasts.T.to(outputs)  # (r, C)
+    kept = {owner: _kept(layers[owner], call, len(cotangents)) for owner, call in seen.items()}
+    for c, cotangent in enumerate(cotangents):  # all at once by vmap takes longer
+        missing = set(seen)
+
+        def take(owner: str, gradient: Tensor | None, c: int = c, missing: set[str] = missing) -> None:
+            if gradient is not None:
+                kept[owner].take(c, gradient)
+                missing.discard(owner)
+
+        _differentiate(outputs, cotangent.expand(b, C), seen, source, take, is_last=c + 1 == len(cotangents))
+        for owner in missing:
+            kept[owner].take(c, outputs.new_zeros(seen[owner].shape))
+    blocks = [kept[owner].block(place) for owner, place in places.values()]
+    return LayerRows(outputs.detach(), len(cotangents), blocks, sizes)
+
+
+def _goes_round(outputs: Tensor, leaves: Iterable[Tensor], calls: Iterable[Call]) -> bool:
+    """Whether a derivative of the outputs comes to a weight by another way than through its layer.
+
+    What is in the graph counts, also if it is zero at these data: a gate that is shut here is open elsewhere.
+    """
+    weights = {get_gradient_edge(leaf).node for leaf in leaves}
+    before = {call.edge.node: call.before for call in calls}
+    ahead, visited = [outputs.grad_fn], set()
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in visited:
+            continue
+        if node in weights:
+            return True
+        visited.add(node)
+        ahead += [before[node]] if node in before else [function for function, _ in node.next_functions]
+    return False
+
+
+def _differentiate(
+    outputs: Tensor,
+    cotangent: Tensor,
+    calls: Mapping[str, Call],
+    source: Tensor | None,
+    take: Callable[[str, Tensor | None], None],
+    *,
+    is_last: bool,
+) -> None:
+    """One backward pass, which hands the derivative by what came out of each layer to `take`.
+
+    On its way to the `source`, so that it can be freed at once: on a CPU, memory that is asked for anew costs nearly as
+    much as what is done in it. Without a source, all together in the end.
+    """
+    keep = not is_last
+    if source is None:
+        edges = [call.edge for call in calls.values()]
+        gradients = torch.autograd.grad(outputs, edges, cotangent, retain_graph=keep, allow_unused=True)
+        for owner, gradient in zip(calls, gradients, strict=True):
+            take(owner, gradient)
+        return
+
+    def pass_on(owner: str, gradients: Sequence[Tensor | None]) -> None:
+        take(owner, gradients[calls[owner].edge.output_nr])
+
+    with ExitStack() as stack:
+        for owner, call in calls.items():
+            stack.callback(call.edge.node.register_prehook(partial(pass_on, owner)).remove)
+        torch.autograd.grad(outputs, source, cotangent, retain_graph=keep, allow_unused=True)
+
+
+def _affine(layer: nn.Module, x: Tensor) -> Tensor:
+    """Batch normalisation by known moments, as a product and a sum: its own derivative takes three times as long."""
+    scale = layer.weight * (layer.running_var + layer.eps).rsqrt()  # type: ignore[operator]
+    shift = layer.bias - layer.running_mean * scale  # type: ignore[operator]
+    channels = (-1,) + (1,) * (x.ndim - 2)
+    return x * scale.view(channels) + shift.view(channels)
+
+
+class Kept(ABC):
+    """What is kept of the derivatives by what came out of a layer, one network output after the other."""
+
+    @abstractmethod
+    def take(self, c: int, gradient: Tensor) -> None:  # as the layer's output
+        """The derivative of output c."""
+
+    @abstractmethod
+    def block(self, place: str) -> Block:
+        """The rows of the layer's weight or bias."""
+
+
+class Places(Kept):
+    """All of it, for a layer that is applied at T places."""
+
+    def __init__(self, layer: nn.Module, call: Call, num_outputs: int) -> None:
+        self.layer, self.inputs = layer, call.inputs
+        is_linear = isinstance(layer, nn.Linear)
+        b, channels = call.shape[0], call.shape[-1 if is_linear else 1]
+        places = call.shape[1:].numel() // channels
+        self.cotangents = call.inputs.new_empty(b, num_outputs, channels, places)  # (b, C, O, T)
+        as_output = self.cotangents.mT if is_linear else self.cotangents
+        self.slots = as_output.view(b, num_outputs, *call.shape[1:]).unbind(1)
+
+    def take(self, c: int, gradient: Tensor) -> None:
+        self.slots[c].copy_(gradient)
+
+    def block(self, place: str) -> Block:
+        if place == "bias":
+            return WrittenOut(self.cotangents.sum(3))
+        if isinstance(self.layer, nn.Conv2d):
+            return Contraction(self.cotangents, partial(patches, self.layer, self.inputs), self.layer.weight[0].numel())
+        if self.inputs.ndim == 2:
+            return Outer(self.cotangents[..., 0], self.inputs)
+        return Contraction(self.cotangents, lambda: self.inputs.flatten(1, -2).mT, self.inputs.shape[-1])
+
+
+class Sums(Kept):
+    """Sums over places, for a normalisation: Σ_t g s for its weight, with s standardised, and Σ_t g for its bias."""
+
+    def __init__(self, layer: nn.Module, call: Call, num_outputs: int) -> None:
+        b = call.shape[0]
+        if isinstance(layer, nn.LayerNorm):
+            standard = F.layer_norm(call.inputs, layer.normalized_shape, eps=layer.eps)
+            self.standard, self.over = standard.reshape(b, -1, layer.weight.numel()), 1
+        else:
+            mean, variance = (getattr(layer, name).to(call.inputs) for name in ("running_mean", "running_var"))
+            standard = F.batch_norm(call.inputs, mean, variance, eps=layer.eps)  # type: ignore[arg-type]
+            self.standard, self.over = standard.reshape(b, call.shape[1], -1), 2
+        self.sums = standard.new_empty(2, b, num_outputs, self.standard.shape[3 - self.over])  # of g s, of g
+        self.slots = self.sums.unbind(2)
+
+    def take(self, c: int, gradient: Tensor) -> None:
+        gradient = gradient.reshape(self.standard.shape)
+        torch.sum(gradient * self.standard, self.over, out=self.slots[c][0])
+        torch.sum(gradient, self.over, out=self.slots[c][1])
+
+    def block(self, place: str) -> Block:
+        return WrittenOut(self.sums[0 if place == "weight" else 1])
+
+
+def _kept(layer: nn.Module, call: Call, num_outputs: int) -> Kept:
+    return (Places if isinstance(layer, APPLIED) else Sums)(layer, call, num_outputs)

@@ -1,0 +1,343 @@
+"""What the two flavours share: predictions, evidence and hyperparameters, all from a `WeightPosterior`.
+
+laplace-torch's base class turns latent moments into probabilities and samples; this file supplies the moments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from laplace.utils.enums import Likelihood, LinkApprox, PredType
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from ntk_iterncgp.data.fixed_order import Inputs, evaluating
+from ntk_iterncgp.fitting.cluster_state import unfolded
+from ntk_iterncgp.fitting.network import ClusterState, NetworkFit
+from ntk_iterncgp.jacobian.rows import DenseRows, Rows
+from ntk_iterncgp.laplace_torch.checks import check_positive, kept_on_failure
+from ntk_iterncgp.laplace_torch.fitting import FittedNetwork
+from ntk_iterncgp.laplace_torch.grid import GivenMoments, descend, search_grid
+from ntk_iterncgp.laplace_torch.prior_of_fit import check_may_be_tuned, check_prior, hyperparameters
+from ntk_iterncgp.laplace_torch.saving import from_state_dict, to_state_dict
+from ntk_iterncgp.likelihoods import Softmax
+from ntk_iterncgp.posterior.predictive import (
+    Uncertainty,
+    classification_uncertainty,
+    expected_response,
+    regression_uncertainty,
+)
+from ntk_iterncgp.posterior.tuning import starting_precision, tune_by_evidence
+from ntk_iterncgp.posterior.weight_space import ConditionedPosterior
+from ntk_iterncgp.runtime.autocast import full_precision
+from ntk_iterncgp.runtime.threads import exclusively
+from ntk_iterncgp.runtime.validate import whole_number
+
+QUASI = "quasi"
+
+
+class IterNCGPLaplace(FittedNetwork):
+    """The posterior of the linearised network given all training data. Abstract; the flavours are final."""
+
+    _prior_of_fit: dict[str, Tensor]
+
+    def _take(self, result: NetworkFit) -> None:
+        super()._take(result)
+        self._prior_of_fit = hyperparameters(self)
+
+    def _refresh_posterior(self) -> None:
+        super()._refresh_posterior()
+        check_prior(self)
+
+    # --- predictions -------------------------------------------------------------------------------------------------
+
+    def __call__(
+        self,
+        x: Inputs,
+        pred_type: PredType | str = PredType.GP,
+        joint: bool = False,
+        link_approx: LinkApprox | str = LinkApprox.PROBIT,
+        n_samples: int | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """As laplace-torch's function-space flavours; `pred_type="glm"` is another name for "gp".
+
+        One more `link_approx`, "quasi", is the accurate one: the whole covariance of the outputs, by quasi-random
+        points that are the same for all inputs (512 unless `n_samples` says otherwise).
+        """
+        pred_type = PredType.GP if pred_type == PredType.GLM else pred_type
+        if link_approx == QUASI:
+            if self.likelihood == Likelihood.CLASSIFICATION and pred_type == PredType.GP:
+                number = 512 if n_samples is None else whole_number("n_samples", n_samples, at_least=1)
+                with full_precision(self._device):
+                    return self._glm_forward_call(x, self.likelihood, False, QUASI, number)
+            link_approx = LinkApprox.PROBIT  # regression has no link
+        n_samples = 100 if n_samples is None else n_samples
+        with full_precision(self._device):
+            return super().__call__(x, pred_type, joint, link_approx, n_samples, *args, **kwargs)
+
+    def _glm_forward_call(
+        self,
+        x: Inputs,
+        likelihood: Likelihood | str,
+        joint: bool = False,
+        link_approx: LinkApprox | str = LinkApprox.PROBIT,
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+    ) -> Any:
+        if link_approx != QUASI:
+            return super()._glm_forward_call(x, likelihood, joint, link_approx, n_samples, diagonal_output)
+        softmax = Softmax(self.n_outputs)
+        if isinstance(x, GivenMoments):
+            mean, covariance = x
+        else:
+            self._check_fitted()
+            self._check_nonempty_inputs(x)
+            # It depends on differences between the outputs alone: one backward pass less.
+            mean, covariance = self._moments(x, softmax.contrasts(self._device))
+        wide = torch.promote_types(mean.dtype, torch.float32)  # no eigenvalues in half precision
+        response = expected_response(
+            softmax, mean.to(wide), covariance.to(wide), link="quadrature", num_samples=n_samples
+        )
+        return response.to(mean.dtype)
+
+    def uncertainty(self, x: Inputs) -> Uncertainty:
+        """Scores of each input for rejection, out-of-distribution detection and active learning; prints as a table."""
+        mean, covariance = self.predictive_moments(x)
+        if self.likelihood == Likelihood.CLASSIFICATION:
+            return classification_uncertainty(mean.double(), covariance.double())
+        return regression_uncertainty(covariance.double(), self.sigma_noise.detach().double().square())
+
+    def attribution(self, x: Inputs) -> Tensor:  # (b, N)
+        """How much each training datum reduced the variance (the trace over outputs) at each input.
+
+        The share of a group is spread over its data by how much each contributed to it. The rows sum to the prior
+        variance less the posterior variance. For policy="clusters", after a fit in this process.
+        """
+        self._check_fitted()
+        self._check_nonempty_inputs(x)
+        self._refresh_posterior()
+        fit = self._fit
+        state = None if fit is None or fit.posterior is not self.posterior else fit.state
+        clusters = state.clusters if isinstance(state, ClusterState) else None
+        if clusters is None or self.posterior.rank != min(clusters.rank, len(self.mean)):
+            raise RuntimeError(
+                "attribution expects a posterior fitted with policy='clusters' in this process and not compressed, "
+                "since only then the groups are known. Call fit(train_loader) first."
+            )
+        posterior = unfolded(self.posterior, clusters).conditioned(self.prior_precision, self._noise_scale)
+        groups, combinations = clusters.group_images(), clusters.combinations()
+        with exclusively(self.model), evaluating(self.model), torch.no_grad():
+            parts = [posterior.contributions(rows, groups, combinations) for rows in self._rows_at(x)]
+        return clusters.spread(torch.cat(parts))  # (b, all groups) -> (b, N)
+
+    def _glm_predictive_distribution(self, x: Inputs, joint: bool = False) -> tuple[Tensor, Tensor]:
+        if isinstance(x, GivenMoments):  # moments known already: laplace-torch's links are asked about them
+            return x
+        if not joint:
+            return self._moments(x)
+        posterior = self._posterior_now()
+        with exclusively(self.model), evaluating(self.model), self._gradients():
+            rows = self._all_rows_at(x)
+            mean, covariance = self._mean_of(rows, posterior).flatten(), posterior.covariance(rows, joint=True)
+        return mean.to(self._dtype), covariance.to(self._dtype)
+
+    def _moments(self, x: Inputs, contrasts: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Mean (b, C) and covariance (b, C, C) of the outputs; or, for contrasts H (C, r), the mean up to what is the
+        same for all outputs, and the covariance (b, r, r) of Hᵀf."""
+        posterior = self._posterior_now()
+
+        def moments(rows: Rows) -> tuple[Tensor, Tensor]:
+            return self._mean_of(rows, posterior, contrasts), posterior.covariance(rows)
+
+        with exclusively(self.model), evaluating(self.model), self._gradients():
+            # By `map`, no name holds the rows of one part while those of the next are computed.
+            mean, covariance = map(torch.cat, zip(*map(moments, self._rows_at(x, contrasts)), strict=True))
+        return mean.to(self._dtype), covariance.to(self._dtype)
+
+    def _all_rows_at(self, x: Inputs) -> Rows:
+        parts = list(self._rows_at(x))
+        if len(parts) > 1:
+            raise ValueError(
+                f"A joint prediction is expected to fit in chunk_bytes at once, but it takes {len(parts)} parts of "
+                f"{self.settings.chunk_bytes / 2**20:.0f} MiB. Raise chunk_bytes, or ask for fewer inputs."
+            )
+        return parts[0]
+
+    def _mean_weights(self, posterior: ConditionedPosterior) -> Tensor:  # (P,)
+        """μ: the weights themselves, or the mode of the linearised model."""
+        if self.settings.mean == "network":
+            return self.mean.double()
+        start = self.posterior.anchor_share * (self.mean - self.prior_mean).double()
+        return self.prior_mean.double() + start + posterior.mean_shift(self.prior_mean)
+
+    def _mean_of(self, rows: Rows, posterior: ConditionedPosterior, contrasts: Tensor | None = None) -> Tensor:
+        if self.settings.mean == "network":
+            return rows.outputs.double()
+        shift = self._mean_weights(posterior) - self.mean.double()  # μ − θ*
+        moved = rows.times(shift[:, None])[..., 0]
+        return rows.outputs.double() + (moved if contrasts is None else moved @ contrasts.T)
+
+    def _gradients(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.enable_backprop else torch.no_grad()
+
+    def functional_variance(self, Js: Tensor, *, joint: bool = False) -> Tensor:  # (b, C, P) -> (b, C, C)
+        """J Σ Jᵀ for given rows of the Jacobian."""
+        self._check_fitted()
+        self._check_jacobians(Js)
+        return self._posterior_now().covariance(DenseRows(Js[..., 0], Js), joint=joint).to(Js.dtype)
+
+    def functional_covariance(self, Js: Tensor) -> Tensor:  # (b, C, P) -> (b·C, b·C)
+        """The joint covariance for given rows of the Jacobian."""
+        return self.functional_variance(Js, joint=True)
+
+    def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:  # (n_samples, P)
+        """Draws of the weights."""
+        self._check_fitted()
+        n_samples = whole_number("n_samples", n_samples, at_least=1)
+        posterior = self._posterior_now()
+        return (self._mean_weights(posterior) + posterior.sample(n_samples, generator)).to(self._dtype)
+
+    # --- evidence and hyperparameters --------------------------------------------------------------------------------
+
+    def log_marginal_likelihood(
+        self, prior_precision: Tensor | None = None, sigma_noise: Tensor | None = None
+    ) -> Tensor:
+        """A lower bound on the Laplace evidence, equal to it with enough actions; differentiable in both arguments."""
+        self._check_fitted()
+        with kept_on_failure(self, "prior_precision", "sigma_noise"):
+            if prior_precision is not None:
+                self.prior_precision = prior_precision
+            if sigma_noise is not None:
+                if self.likelihood != Likelihood.REGRESSION:
+                    raise ValueError("sigma_noise is expected for regression only; classification has no noise to set.")
+                self.sigma_noise = sigma_noise
+            check_prior(self)
+        return self.log_likelihood - 0.5 * (self.log_det_ratio + self._misfit())
+
+    def _misfit(self) -> Tensor:
+        """What the evidence charges the mean: the prior's penalty of the weights; or, where the mean moves with the
+        prior, bᵀ(K + W⁺)⁻¹b in the span of the actions."""
+        if self.settings.mean == "network":
+            return self.scatter
+        right_hand_side = self.posterior.right_hand_side_for(self.prior_mean)[:, None]
+        factor = self.posterior.factor(self.prior_precision, self._noise_scale)
+        return factor.half_solve(right_hand_side).square().sum().to(self._dtype)
+
+    def _glm_functional_samples(
+        self, f_mu: Tensor, f_var: Tensor, n_samples: int, diagonal_output: bool = False, generator: Any = None
+    ) -> Tensor:
+        """In single precision at least: there is no Cholesky factorisation in half precision."""
+        dtype = torch.promote_types(f_mu.dtype, torch.float32)
+        draws = super()._glm_functional_samples(f_mu.to(dtype), f_var.to(dtype), n_samples, diagonal_output, generator)
+        return draws.to(f_mu.dtype)
+
+    @property
+    def log_likelihood(self) -> Tensor:
+        """log p(y | f) of the training data."""
+        self._check_fitted()
+        return super().log_likelihood
+
+    @property
+    def log_det_ratio(self) -> Tensor:
+        """An upper bound on log|I + W^{½}KW^{½}|, so that the evidence is safe to maximise."""
+        self._check_fitted()
+        return self.posterior.log_determinant_bounds(self.prior_precision, self._noise_scale)[1].to(self._dtype)
+
+    @property
+    def scatter(self) -> Tensor:
+        """The prior's penalty of the mean weights."""
+        self._check_fitted()
+        if self.settings.mean == "refined":
+            delta = self._mean_weights(self._posterior_now()).to(self._dtype) - self.prior_mean
+        else:
+            delta = self.mean - self.prior_mean
+        return (delta * self.prior_precision_diag) @ delta
+
+    def optimize_prior_precision(
+        self,
+        pred_type: PredType | str = PredType.GLM,
+        method: str = "marglik",
+        n_steps: int = 100,
+        lr: float = 1e-1,
+        init_prior_prec: float | Tensor = 1.0,
+        prior_structure: str = "layerwise",
+        val_loader: DataLoader | None = None,
+        loss: Any = None,
+        log_prior_prec_min: float = -4,
+        log_prior_prec_max: float = 4,
+        grid_size: int = 100,
+        link_approx: str = "probit",
+        n_samples: int = 100,
+        verbose: bool = False,
+        progress_bar: bool = False,
+        log_prior_prec_base: float = 10.0,
+        tune_temperature: bool = False,
+    ) -> None:
+        """Set the prior precision: by the evidence ("marglik"), or by the loss on a validation set, on a scalar grid
+        ("gridsearch") or by its gradient ("validation"; scalar or layerwise, and the temperature with it if asked).
+
+        Neither touches the training data; the grid passes the validation set once in all.
+        """
+        self._check_fitted()
+        check_may_be_tuned(self)
+        check_positive("init_prior_prec", init_prior_prec)
+        with kept_on_failure(self, "prior_precision", "temperature"):
+            if method == "marglik":
+                self.prior_precision = tune_by_evidence(
+                    lambda precision: self.log_marginal_likelihood(prior_precision=precision),
+                    len(self._layer_sizes()),
+                    self.mean,
+                    start=init_prior_prec,
+                    structure=prior_structure,
+                    num_steps=n_steps,
+                    learning_rate=lr,
+                    progress_bar=progress_bar,
+                )
+            elif method == "gridsearch":
+                grid = torch.logspace(log_prior_prec_min, log_prior_prec_max, grid_size, base=log_prior_prec_base)
+                self.prior_precision = search_grid(
+                    self,
+                    _required(val_loader, method),
+                    grid.to(self._device),
+                    loss=loss,
+                    link=link_approx,
+                    num_samples=n_samples,
+                    progress_bar=progress_bar,
+                )
+            elif method == "validation":
+                start = torch.as_tensor(init_prior_prec, dtype=self._dtype, device=self._device).reshape(-1)
+                self.prior_precision, self.temperature = descend(
+                    self,
+                    _required(val_loader, method),
+                    starting_precision(start, prior_structure, len(self._layer_sizes())),
+                    tune_temperature=tune_temperature,
+                    num_steps=n_steps,
+                    learning_rate=lr,
+                    progress_bar=progress_bar,
+                )
+            else:
+                raise ValueError(f"method expects 'marglik', 'gridsearch' or 'validation', but got {method!r}.")
+        if verbose:
+            print(f"Optimized prior precision is {self.prior_precision}.")
+
+    # --- saving ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain tensors, numbers and strings: loads with `torch.load(..., weights_only=True)`."""
+        self._check_fitted()
+        return to_state_dict(self)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a saved posterior, after checking that it belongs to this model."""
+        from_state_dict(self, state_dict)
+
+
+def _required(loader: DataLoader | None, method: str) -> DataLoader:
+    if loader is None:
+        raise ValueError(f"method={method!r} expects a val_loader with held-out data, but got none.")
+    return loader

@@ -1,0 +1,304 @@
+"""The first half of a flavour: settings, fitting, refining, and the posterior for the current hyperparameters."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from laplace.baselaplace import BaseFunctionalLaplace
+from laplace.utils.enums import Likelihood
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from ntk_iterncgp.data.fixed_order import FixedOrderData, Inputs, evaluating
+from ntk_iterncgp.data.probe import FirstBatch
+from ntk_iterncgp.fitting.network import (
+    Budget,
+    Cost,
+    LinearisedNetwork,
+    NetworkFit,
+    NetworkSettings,
+    estimate_cost,
+    fit_network,
+    refine_network,
+)
+from ntk_iterncgp.fitting.report import FitReport
+from ntk_iterncgp.jacobian.base import NetworkJacobian
+from ntk_iterncgp.jacobian.rows import Rows
+from ntk_iterncgp.laplace_torch.checks import check_hyperparameters
+from ntk_iterncgp.laplace_torch.saving import fingerprint, flatten, identity, same_fingerprint
+from ntk_iterncgp.persistence.checkpoint import Checkpoint, open_session
+from ntk_iterncgp.posterior.weight_space import ConditionedPosterior, WeightPosterior
+from ntk_iterncgp.runtime import parallel
+from ntk_iterncgp.runtime.threads import exclusively
+from ntk_iterncgp.runtime.validate import whole_number
+from ntk_iterncgp.solver import NewtonOptions, Policy
+
+
+class FittedNetwork(BaseFunctionalLaplace):
+    """The posterior of the linearised network given all training data. Abstract; the flavours are final.
+
+    Beside laplace-torch's own arguments:
+
+    mean              "network": the predictive mean is the network's output; "refined": the linearised model's mode
+    policy            how actions are chosen: "clusters" (one epoch for all of them; the default for mean="network"),
+                      "curvature_residual" (the default for mean="refined"), "random_subspace", or a callable
+    num_actions       how many: for "clusters" the best combinations of more groups of data than that (200), else
+                      products with the NTK (50), each one sweep forward+backward and one of Jacobian-vector products
+    cotangents        directions for each datum, for "clusters": q of them take (1 + 2q)/3 epochs for q·num_actions.
+                      None: one for classification, where the curvature is; for regression, whose outputs all say as
+                      much, each output (up to 8 of them, in turn), for num_actions in all
+    max_epochs        where to stop before all of them are done
+    actions_per_step  of these, how many per Newton step (mean="refined")
+    max_rank          how many actions to keep (None: all); compression says how they are chosen
+    chunk_bytes       memory for the rows of the Jacobian, in predictions
+    dtype             of derivatives; None: float64 for networks of up to 16 384 weights if they regress or have at most
+                      4096 data, else that of the model
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        sigma_noise: float | Tensor = 1.0,
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float = 1.0,
+        enable_backprop: bool = False,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        *,
+        mean: str = "network",
+        policy: str | Policy | None = None,
+        num_actions: int | None = None,
+        cotangents: int | None = None,
+        max_epochs: float | None = None,
+        actions_per_step: int = 5,
+        max_rank: int | None = None,
+        compression: str = "mean+trace",
+        newton_tol: float = 1e-2,
+        chunk_bytes: int = 256 * 2**20,
+        seed: int = 0,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if likelihood not in (Likelihood.CLASSIFICATION, Likelihood.REGRESSION):
+            raise ValueError(
+                f"`likelihood` must be 'classification' or 'regression'; got {likelihood!r}. Try another "
+                "hessian_structure for other likelihoods."
+            )
+        check_hyperparameters(
+            prior_precision=prior_precision, prior_mean=prior_mean, sigma_noise=sigma_noise, temperature=temperature
+        )
+        if dtype not in (None, torch.float32, torch.float64):
+            raise ValueError(f"`dtype` must be None, torch.float32 or torch.float64; got {dtype!r}. Try dtype=None.")
+        self.settings = NetworkSettings.checked(
+            mean=mean,
+            policy=policy,
+            num_actions=num_actions,
+            cotangents=cotangents,
+            max_epochs=max_epochs,
+            actions_per_step=actions_per_step,
+            newton_tol=newton_tol,
+            options=NewtonOptions(max_rank, compression),
+            chunk_bytes=chunk_bytes,
+            seed=seed,
+        )
+        self.dtype = dtype
+        self._fitted = False
+        _require_one_device(model)
+        with exclusively(model):  # while another thread fits it, it holds other weights
+            super().__init__(
+                model,
+                likelihood,
+                sigma_noise=sigma_noise,
+                prior_precision=prior_precision,
+                prior_mean=prior_mean,
+                temperature=temperature,
+                enable_backprop=enable_backprop,
+                dict_key_x=dict_key_x,
+                dict_key_y=dict_key_y,
+            )
+        self.posterior: WeightPosterior
+        self._report: FitReport | None = None
+        self._fit: NetworkFit | None = None  # what refine goes on from
+        self._conditioned: tuple[tuple[Tensor, Tensor], ConditionedPosterior] | None = None
+
+    # --- where J comes from ------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _open(self, loader: DataLoader) -> tuple[NetworkJacobian, FixedOrderData, FirstBatch]:
+        """The Jacobian, the training data as it takes them, and the first batch of these."""
+
+    @abstractmethod
+    def _rows_at(self, x: Inputs, contrasts: Tensor | None = None) -> Iterator[Rows]:
+        """The network at new inputs, in parts that fit in `chunk_bytes`: J(x), or HᵀJ(x) for contrasts H (C, r)."""
+
+    @abstractmethod
+    def _layer_sizes(self) -> tuple[int, ...]:
+        """The numbers of weights of the parameter tensors."""
+
+    @abstractmethod
+    def _parameters(self) -> dict[str, Tensor]:
+        """The weights that are uncertain, by name."""
+
+    # --- fitting -----------------------------------------------------------------------------------------------------
+
+    @parallel.together()
+    def fit(
+        self,
+        train_loader: DataLoader,
+        override: bool = True,
+        progress_bar: bool = False,
+        *,
+        checkpoint: Checkpoint | None = None,
+    ) -> None:
+        """Infer the posterior from all data of the loader. On failure the model and an earlier fit are as before.
+
+        With a `checkpoint` the work is saved as it goes, and the same call after a crash goes on from there.
+        """
+        if not override:
+            raise ValueError(
+                "`override` must be True, since the posterior is that of one data set; got False. Try to fit all data."
+            )
+        _require_one_device(self.model)
+        with exclusively(self.model), evaluating(self.model):
+            network = self._network(train_loader)
+            session = open_session(checkpoint, "fit", lambda: identity(self, network))
+            self._take(fit_network(network, self.settings, progress_bar=progress_bar, session=session))
+
+    @parallel.together()
+    def refine(
+        self,
+        train_loader: DataLoader,
+        *,
+        epochs: float | None = None,
+        seconds: float | None = None,
+        progress_bar: bool = False,
+        checkpoint: Checkpoint | None = None,
+    ) -> None:
+        """Spend more on the same data, from where the fit stopped: the variance only falls.
+
+        Three exceptions, all of which keep it above the exact one: a refined mean may still move, and the curvature of
+        the likelihood with it; where an iterable dataset was interrupted, groups are first completed; and with
+        `max_rank` the best combinations of all actions are kept, which may say less about some input than those before.
+        """
+        self._check_fitted()
+        if epochs is None and seconds is None:
+            raise ValueError("refine must be given epochs or seconds; got neither. Try refine(train_loader, epochs=1).")
+        if self._fit is None:
+            raise RuntimeError(
+                "refine must follow a fit in this process; got a loaded posterior, which holds what predictions need, "
+                "not the groups and actions to go on from. Try fit(train_loader)."
+            )
+        self._refresh_posterior()
+        budget = Budget(epochs, seconds)
+        with exclusively(self.model), evaluating(self.model):
+            network, fitted = self._network(train_loader), self._fit
+            session = open_session(checkpoint, "refine", lambda: identity(self, network, fitted, budget))
+            self._take(
+                refine_network(fitted, network, self.settings, budget, progress_bar=progress_bar, session=session)
+            )
+
+    def estimate_cost(self, train_loader: DataLoader) -> Cost:
+        """Seconds, epochs and memory of a fit and of predictions, from timing one batch; prints as a table."""
+        with exclusively(self.model), evaluating(self.model):
+            return estimate_cost(self._network(train_loader), self.settings, timed=True)
+
+    def _network(self, loader: DataLoader) -> LinearisedNetwork:
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "A fit must run outside of torch.inference_mode(), where there are no derivatives; got a call inside. "
+                "Try torch.no_grad()."
+            )
+        parallel.check_same([*self.model.parameters(), *self.model.buffers()], "The model's weights and buffers are")
+        jacobian, data, first_batch = self._open(loader)
+        self._check_hyperparameters()
+        noise_scale = float(self._noise_scale.detach())
+        if not (math.isfinite(noise_scale) and noise_scale > 0):
+            raise ValueError(
+                f"sigma_noise² · temperature must be a positive number in {self._dtype}; got {noise_scale}. Try "
+                "targets of another scale, or float64."
+            )
+        return LinearisedNetwork(
+            jacobian,
+            data,
+            self.likelihood == Likelihood.CLASSIFICATION,
+            prior_precision=self.prior_precision.detach(),
+            noise_scale=self._noise_scale.detach(),
+            shift=flatten(self._parameters()) - self.prior_mean,
+            prior_mean=self.prior_mean,
+            layer_sizes=self._layer_sizes(),
+            first_batch=first_batch,
+        )
+
+    def _check_hyperparameters(self) -> None:
+        """Again, since they may have been set."""
+        check_hyperparameters(
+            prior_precision=self.prior_precision,
+            prior_mean=self.prior_mean,
+            sigma_noise=self.sigma_noise,
+            temperature=self.temperature,
+        )
+
+    def _take(self, result: NetworkFit) -> None:
+        self._fit, self.posterior, self._report = result, result.posterior, result.report
+        self.loss, self.n_data, self.n_outputs = result.loss, result.num_data, result.num_outputs
+        self.mean, self._fingerprint = flatten(self._parameters()), fingerprint(self.model)
+        self._fitted, self._conditioned = True, None
+
+    def compress(self, max_rank: int) -> None:
+        """Keep the `max_rank` combinations of actions that matter most at this prior: less memory, more variance."""
+        self._check_fitted()
+        max_rank = whole_number("max_rank", max_rank, at_least=1)
+        self.posterior = self.posterior.compress(max_rank, self.prior_precision, self._noise_scale)
+        self._conditioned = None
+
+    @property
+    def report_(self) -> FitReport:
+        """How the fit ended, with advice; the information captured is that at the current hyperparameters."""
+        if self._report is None:
+            raise RuntimeError("A report must follow a fit in this process; got none. Try fit(train_loader).")
+        information = self.posterior.information_captured(self.prior_precision, self._noise_scale)
+        return replace(self._report, information_captured=information, rank=self.posterior.rank)
+
+    @property
+    def _noise_scale(self) -> Tensor:
+        """τ = σ²·T."""
+        temperature = self.temperature if isinstance(self.temperature, Tensor) else float(self.temperature)
+        return self.sigma_noise.square() * temperature
+
+    def _refresh_posterior(self) -> None:
+        """Called before every prediction: the model must still be that of the fit, frozen weights and buffers too."""
+        with exclusively(self.model):
+            current, now = flatten(self._parameters()), fingerprint(self.model)
+        if not (torch.equal(current, self.mean) and same_fingerprint(now, self._fingerprint)):
+            raise RuntimeError(
+                "The model must have the weights it was fitted with; got weights that have changed since. Try "
+                "fit(train_loader) again, or load the weights of the fit."
+            )
+
+    def _posterior_now(self) -> ConditionedPosterior:
+        """The posterior for the current prior precision, noise and temperature; kept until one of them changes."""
+        kept, now = self._conditioned, (self.prior_precision.detach(), self._noise_scale.detach())
+        if kept is None or not all(map(torch.equal, kept[0], now)):
+            self._check_hyperparameters()
+            conditioned = self.posterior.conditioned(*now)
+            self._conditioned = kept = (now[0].clone(), now[1].clone()), conditioned
+        return kept[1]
+
+
+def _require_one_device(model: nn.Module) -> None:
+    """The data go where the model is, so there must be one such place, with values in it."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    first: dict[torch.device, str] = {}
+    for name, tensor in tensors:
+        first.setdefault(tensor.device, name)
+    if len(first) > 1 or any(device.type == "meta" for device in first):
+        where = ", ".join(f"{name!r} on {device}" for device, name in first.items())
+        raise ValueError(
+            f"All parameters and buffers of the model must be on one device, with values; got {where}. Try "
+            "model.to(device) for the whole model (from meta: load its weights first); the data follow it."
+        )

@@ -1,0 +1,238 @@
+"""The two flavours, final and registered with laplace-torch by their keys: they differ in where J comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from laplace.utils import FeatureExtractor
+from laplace.utils.enums import Likelihood
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ntk_iterncgp.data.fixed_order import FixedOrderData, Inputs, to_device
+from ntk_iterncgp.data.probe import FirstBatch, Probe
+from ntk_iterncgp.jacobian.autograd import Jacobian, as_outputs, derivative_dtype
+from ntk_iterncgp.jacobian.base import NetworkJacobian
+from ntk_iterncgp.jacobian.last_layer import LastLayerJacobian
+from ntk_iterncgp.jacobian.rows import Rows
+from ntk_iterncgp.laplace_torch.base import IterNCGPLaplace
+from ntk_iterncgp.laplace_torch.checks import CheckedHyperparameters
+from ntk_iterncgp.priors.ntk import in_parts
+from ntk_iterncgp.runtime.threads import exclusively
+
+FEW = 2**16  # weights of a last layer, up to which its products are taken in float64
+
+
+@final
+class IterNCGPAllLaplace(CheckedHyperparameters, IterNCGPLaplace):
+    """All weights that require a gradient."""
+
+    _key = ("all", "iterncgp")
+    _jacobian: Jacobian | None = None
+
+    def _open(self, loader: DataLoader) -> tuple[NetworkJacobian, FixedOrderData, FirstBatch]:
+        data = FixedOrderData(loader, device=self._device, dict_key_x=self.dict_key_x, dict_key_y=self.dict_key_y)
+        probe = Probe(self.model, data)
+        jacobian, outputs = self._in_dtype(probe.inputs, data.num_items)
+        first_batch = probe.check(jacobian.forward, outputs)
+        self._jacobian = jacobian  # what a fit finds out about the model holds for predictions too
+        return jacobian, data, first_batch
+
+    def _in_dtype(self, x: Inputs, num_items: int | None) -> tuple[Jacobian, Tensor | None]:
+        """Derivatives in the dtype asked for, or in the model's own where it does not work in that; and outputs at x.
+
+        The outputs are None where the model was not asked for them.
+        """
+        jacobian = Jacobian(self.model)
+        dtype = self.dtype or derivative_dtype(
+            jacobian.num_params, jacobian.dtype, num_items, is_regression=self.likelihood == Likelihood.REGRESSION
+        )
+        if dtype == jacobian.dtype:
+            return jacobian, None
+        other = Jacobian(self.model, dtype=dtype)
+        try:
+            with torch.no_grad():
+                outputs = other.forward(x)
+            if outputs.dtype == dtype:
+                return other, outputs
+        except (RuntimeError, TypeError, NotImplementedError):  # a constant of its own dtype somewhere in it
+            pass
+        if self.dtype is not None:
+            raise ValueError(
+                f"dtype={dtype} must be one that the model can compute in; got outputs of another dtype, or an error. "
+                f"Try dtype=None, or let the model create its own tensors in the dtype of its inputs."
+            )
+        return jacobian, None
+
+    def _rows_at(self, x: Inputs, contrasts: Tensor | None = None) -> Iterator[Rows]:
+        dtype = self.posterior.images.dtype
+        if self._jacobian is None or self._jacobian.dtype != dtype or not self._jacobian.is_of(self.model):
+            self._jacobian = Jacobian(
+                self.model, dtype=dtype
+            )  # cached: what it found out about the model cost two rows
+        jacobian, x = self._jacobian, to_device(x, self._device)
+        data = FixedOrderData([(x, None)], device=self._device, dict_key_x=self.dict_key_x, dict_key_y=self.dict_key_y)
+        for part in in_parts(jacobian, data, x, self.n_outputs, self.settings.chunk_bytes):
+            yield jacobian.rows(part, data.num_rows(part), contrasts)
+
+    def _layer_sizes(self) -> tuple[int, ...]:
+        return tuple(value.numel() for value in self.params)
+
+    def _parameters(self) -> dict[str, Tensor]:
+        return {name: value for name, value in self.model.named_parameters() if value.requires_grad}
+
+
+class CopyableFeatureExtractor(FeatureExtractor):
+    """laplace-torch's, but for its hook.
+
+    Its own is a closure, which a copy shares with the original: the features of the copy's inputs went to the
+    original, and the copy predicted from features that it had been copied with. Nor can a closure be pickled.
+    """
+
+    def _get_hook(self, name: str) -> Callable[..., None]:
+        return FeatureHook(self, name)
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureHook:
+    """Records the input of the last layer. Copied together with its extractor."""
+
+    extractor: FeatureExtractor
+    name: str
+
+    def __call__(self, layer: nn.Module, inputs: tuple[Tensor, ...], outputs: Any) -> None:
+        features = inputs[0]
+        self.extractor._features[self.name] = features if self.extractor.enable_backprop else features.detach()
+
+
+@final
+class IterNCGPLastLayerLaplace(CheckedHyperparameters, IterNCGPLaplace):
+    """The weights of a linear last layer; its features are computed once.
+
+    The layer is found by a forward pass, as laplace-torch does, or named by `last_layer_name`. The model is copied,
+    since finding features leaves hooks behind.
+    """
+
+    _key = ("last_layer", "iterncgp")
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        sigma_noise: float | Tensor = 1.0,
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        *args: Any,
+        last_layer_name: str | None = None,
+        feature_reduction: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(model, likelihood, sigma_noise, 1.0, 0.0, *args, **kwargs)
+        with exclusively(model):
+            copied = deepcopy(model)
+        for module in copied.modules():
+            if isinstance(module, nn.Linear):  # the extractor looks at what is given by position
+                module.register_forward_pre_hook(_by_position, with_kwargs=True)
+        self.extractor = CopyableFeatureExtractor(
+            copied, last_layer_name, self.enable_backprop, feature_reduction=feature_reduction
+        )
+        self.model = self.extractor
+        if last_layer_name is not None:
+            self._take_last_layer()
+        self.prior_precision, self.prior_mean = prior_precision, prior_mean
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """The size of a prior set before the last layer is known is checked when it is known."""
+        extractor = self.__dict__.get("extractor")
+        if extractor is not None and extractor.last_layer is None and name in ("prior_precision", "prior_mean"):
+            self._check_hyperparameter(name, value)
+            tensor = torch.as_tensor(value, dtype=self._dtype, device=self._device).reshape(-1)
+            super().__setattr__(f"_{name}", tensor)  # where laplace-torch keeps it
+        else:
+            super().__setattr__(name, value)
+
+    @property
+    def _layer(self) -> nn.Linear:
+        layer = self.extractor.last_layer
+        assert isinstance(layer, nn.Linear)
+        return layer
+
+    def _take_last_layer(self) -> None:
+        self.params = list(self._layer.parameters())
+        self.n_params, self.n_layers = sum(p.numel() for p in self.params), len(self.params)
+        self.prior_precision, self.prior_mean = self.prior_precision, self.prior_mean  # now their sizes too
+
+    def _open(self, loader: DataLoader) -> tuple[NetworkJacobian, FixedOrderData, FirstBatch]:
+        data = FixedOrderData(loader, device=self._device, dict_key_x=self.dict_key_x, dict_key_y=self.dict_key_y)
+        if self.extractor.last_layer is None:
+            with torch.no_grad():
+                self.extractor.find_last_layer(next(data.batches())[0])
+            self._take_last_layer()
+        first = Probe(self.extractor, data).check(lambda x: as_outputs(self.extractor(x)))
+        own = self._layer.weight.dtype
+        jacobian = LastLayerJacobian(self._layer, dtype=self.dtype or (torch.float64 if self.n_params <= FEW else own))
+
+        def features_of(x: Inputs, y: Tensor) -> tuple[Tensor, Tensor]:
+            outputs, features = self._with_features(x)
+            found = jacobian.forward(features).to(outputs)
+            if not torch.allclose(found, outputs, rtol=1e-4, atol=1e-5, equal_nan=True):
+                raise ValueError(
+                    f"The model must end in its last linear layer, {self.extractor._last_layer_name!r}; got outputs "
+                    "that are not those of that layer. Try to return the layer's outputs as they are, or another "
+                    "layer (last_layer_name)."
+                )
+            return features, y
+
+        with torch.no_grad():
+            features, targets = map(torch.cat, zip(*data.each_batch(features_of), strict=True))
+        if len(targets) != len(features):
+            raise ValueError(
+                f"There must be one target for each of the {len(features)} training inputs; got {len(targets)}. Try a "
+                "loader whose batches are pairs (x, y)."
+            )
+        rows = len(first.outputs)
+        cached = DataLoader(TensorDataset(features, targets), rows)  # which can be visited group by group
+        inputs = features[:rows]
+        first_batch = FirstBatch(inputs, jacobian.forward(inputs), len(features))
+        return jacobian, FixedOrderData(cached, device=self._device), first_batch
+
+    def _with_features(self, x: Inputs) -> tuple[Tensor, Tensor]:  # (b, C), (b, D)
+        outputs, features = self.extractor.forward_with_features(x)
+        return as_outputs(outputs), features.reshape(-1, self._layer.in_features)
+
+    def _rows_at(self, x: Inputs, contrasts: Tensor | None = None) -> Iterator[Rows]:
+        jacobian = LastLayerJacobian(self._layer, dtype=self.posterior.images.dtype)
+        features = self._with_features(to_device(x, self._device))[1]
+        data = FixedOrderData([(features, None)], device=self._device)
+        for part in in_parts(jacobian, data, features, self.n_outputs, self.settings.chunk_bytes):
+            yield jacobian.rows(part, len(part), contrasts)
+
+    def _layer_sizes(self) -> tuple[int, ...]:
+        return tuple(value.numel() for value in self.params)
+
+    def _parameters(self) -> dict[str, Tensor]:
+        return dict(self._layer.named_parameters()) if self.extractor.last_layer is not None else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """With the name of the last layer."""
+        return {**super().state_dict(), "last_layer_name": self.extractor._last_layer_name}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a saved posterior; its last layer is looked up by name."""
+        if self.extractor.last_layer is None and state_dict.get("last_layer_name") in dict(
+            self.extractor.model.named_modules()
+        ):
+            self.extractor.set_last_layer(state_dict["last_layer_name"])
+            self._take_last_layer()
+        super().load_state_dict(state_dict)
+
+
+def _by_position(layer: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """What a model gives to a linear layer by keyword, as in self.head(input=x)."""
+    if inputs or "input" not in named:
+        return None
+    return (named["input"],), {name: value for name, value in named.items() if name != "input"}

@@ -1,0 +1,168 @@
+"""The prior precision from a validation set, which is passed once in all: by a grid, or by the gradient."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from laplace.utils.enums import Likelihood
+from torch import Tensor
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+
+from ntk_iterncgp.data.fixed_order import FixedOrderData, evaluating
+from ntk_iterncgp.likelihoods import Gaussian, Softmax
+from ntk_iterncgp.posterior.predictive import expected_response
+from ntk_iterncgp.posterior.tuning import (
+    Moments,
+    ValidationPart,
+    categorical_nll,
+    gaussian_nll,
+    metric_value,
+    tune_by_gradient,
+    tune_by_validation,
+)
+
+if TYPE_CHECKING:
+    from ntk_iterncgp.laplace_torch.base import IterNCGPLaplace
+
+TUNING_POINTS = 128  # fixed points of the link where it is evaluated many times
+
+
+class GivenMoments(NamedTuple):
+    """Latent moments in the place of inputs, so that laplace-torch's links can be asked about them."""
+
+    mean: Tensor
+    covariance: Tensor
+
+
+def search_grid(
+    la: IterNCGPLaplace,
+    loader: DataLoader,
+    grid: Tensor,
+    *,
+    loss: Any,
+    link: str,
+    num_samples: int,
+    progress_bar: bool,
+) -> Tensor:
+    """The precision with the least loss on the validation set: the negative log-likelihood, or one of the user's.
+
+    Where the loss is the same at all of them, the precision stays as it is, with a warning.
+    """
+    scores: list[float] = []
+
+    def score(moments: list[Moments]) -> float:
+        scores.append(value(moments))
+        return scores[-1]
+
+    def value(moments: list[Moments]) -> float:
+        if la.likelihood == Likelihood.REGRESSION:
+            if loss is None:
+                return float(gaussian_nll(moments, la.sigma_noise.detach().double().square()))
+            return metric_value(loss, moments)
+        predictions = []
+        for mean, covariance, targets in moments:
+            given: Any = GivenMoments(  # copies, since laplace-torch's bridge works in place
+                mean.to(la._dtype, copy=True), covariance.to(la._dtype, copy=True)
+            )
+            predictions.append((la._glm_forward_call(given, la.likelihood, False, link, num_samples), targets))
+        return float(categorical_nll(predictions)) if loss is None else metric_value(loss, predictions)
+
+    best = tune_by_validation(
+        la.posterior,
+        pass_once(la, loader, progress_bar),
+        grid,
+        la._noise_scale.detach(),
+        score,
+        refined=la.settings.mean == "refined",
+        progress_bar=progress_bar,
+    )
+    if len(scores) > 1 and len(set(scores)) == 1:
+        warnings.warn(
+            "The loss must depend on the prior precision; got the same value for all of the grid, as with an error of "
+            "the mean alone where the mean is the network's. The precision stays as it was. Try loss=None.",
+            stacklevel=3,
+        )
+        return la.prior_precision.detach()
+    return best
+
+
+def descend(
+    la: IterNCGPLaplace,
+    loader: DataLoader,
+    start: Tensor,
+    *,
+    tune_temperature: bool,
+    num_steps: int,
+    learning_rate: float,
+    progress_bar: bool,
+) -> tuple[Tensor, float]:
+    """The precision (one, or one per layer) and temperature with the least validation loss, by its gradient."""
+
+    def loss(moments: Sequence[Moments], scale: Tensor) -> Tensor:
+        if la.likelihood == Likelihood.REGRESSION:
+            return gaussian_nll(moments, scale / la.temperature)
+        predictions = [
+            (expected_response(Softmax(mean.shape[1]), mean, cov, link="quadrature", num_samples=TUNING_POINTS), y)
+            for mean, cov, y in moments
+        ]
+        return categorical_nll(predictions)
+
+    if tune_temperature and la.likelihood == Likelihood.REGRESSION:
+        raise ValueError("tune_temperature=True expects classification; for regression tune sigma_noise by marglik.")
+    precision, factor = tune_by_gradient(
+        la.posterior,
+        pass_once(la, loader, progress_bar, layerwise=len(start) > 1),
+        loss,
+        start,
+        la._noise_scale.detach(),
+        tune_temperature=tune_temperature,
+        refined=la.settings.mean == "refined",
+        num_steps=num_steps,
+        learning_rate=learning_rate,
+        progress_bar=progress_bar,
+    )
+    return precision.to(la._dtype), float(la.temperature) * factor
+
+
+def pass_once(
+    la: IterNCGPLaplace, loader: DataLoader, progress_bar: bool, *, layerwise: bool = False
+) -> list[ValidationPart]:
+    """Evaluate the network and its Jacobian on a validation set.
+
+    Args:
+        la: A fitted posterior.
+        loader: The validation set. Its targets must be such as `fit` takes.
+        progress_bar: Whether to show one.
+        layerwise: Whether to separate the parameter tensors, for one precision for each.
+
+    Returns:
+        The validation set in parts that fit in `chunk_bytes`, from which the moments at any precision follow.
+    """
+    data = FixedOrderData(loader, device=la._device, dict_key_x=la.dict_key_x, dict_key_y=la.dict_key_y)
+    shift, parts = la.mean - la.prior_mean, []
+    # With little noise a regression's variance is a small difference, at least at some precision of a grid.
+    dtype = torch.float64 if la.likelihood == Likelihood.REGRESSION else la.posterior.images.dtype
+    with evaluating(la.model), torch.no_grad():
+        for x, y in tqdm(data.batches(), total=len(data), desc="Validation set", disable=not progress_bar):
+            start, targets = 0, _checked_targets(la, y)
+            for rows in la._rows_at(x):
+                stop = start + len(rows.outputs)
+                parts.append(
+                    ValidationPart.of(rows, la.posterior, shift, targets[start:stop], layerwise=layerwise, dtype=dtype)
+                )
+                start = stop
+            if start != len(targets):
+                raise ValueError(f"val_loader must hold one target for each input; got {len(targets)} for {start}.")
+    return parts
+
+
+def _checked_targets(la: IterNCGPLaplace, y: Tensor) -> Tensor:
+    """As in a fit: labels (b,) or values (b, C). A loss would broadcast other shapes or skip a label of −100."""
+    if y.is_floating_point() and not bool(torch.isfinite(y).all()):
+        raise ValueError("The targets of val_loader must be finite; got NaN or infinity. Remove those data.")
+    is_classification = la.likelihood == Likelihood.CLASSIFICATION
+    return (Softmax(la.n_outputs) if is_classification else Gaussian(1.0, la.n_outputs)).check_targets(y)

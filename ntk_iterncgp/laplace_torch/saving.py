@@ -1,0 +1,199 @@
+"""A fitted posterior as plain tensors and numbers, and whether a saved one, or a checkpoint, is of this model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from laplace.utils.enums import Likelihood
+from torch import Tensor, nn
+
+from ntk_iterncgp.fitting.network import Budget, LinearisedNetwork, NetworkFit
+from ntk_iterncgp.fitting.network_check import check_posterior
+from ntk_iterncgp.laplace_torch.checks import kept_on_failure
+from ntk_iterncgp.laplace_torch.prior_of_fit import hyperparameters
+from ntk_iterncgp.persistence.fingerprint import described, digest
+from ntk_iterncgp.posterior.weight_space import WeightPosterior
+
+if TYPE_CHECKING:
+    from ntk_iterncgp.laplace_torch.base import IterNCGPLaplace
+    from ntk_iterncgp.laplace_torch.fitting import FittedNetwork
+
+
+def flatten(parameters: Mapping[str, Tensor]) -> Tensor:  # (P,)
+    """The weights as one vector."""
+    return torch.cat([value.detach().flatten() for value in parameters.values()])
+
+
+def fingerprint(model: nn.Module) -> Tensor:  # (tensors, 2)
+    """Two sums over each parameter and buffer, on the CPU: what a model is, in a few numbers."""
+    rows = []
+    for value in (*model.parameters(), *model.buffers()):
+        flat = value.detach().double().flatten()
+        ramp = torch.linspace(1, 2, max(1, len(flat)), dtype=torch.float64, device=flat.device)[: len(flat)]
+        rows.append(torch.stack([flat.abs().sum(), flat @ ramp]))
+    return torch.stack(rows).cpu()
+
+
+def same_fingerprint(one: Tensor, other: Tensor) -> bool:
+    """Up to the rounding of sums in another order."""
+    return one.shape == other.shape and torch.allclose(one, other.to(one), rtol=1e-9, atol=1e-12)
+
+
+def identity(
+    la: FittedNetwork, network: LinearisedNetwork, fitted: NetworkFit | None = None, budget: Budget | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """By what a checkpoint is known again: settings of a fit, or of a refine and where it begins; and the model."""
+    own = {f.name: getattr(la.settings, f.name) for f in fields(la.settings)}
+    if own["cotangents"] is None and network.classification:
+        own["cotangents"] = 1  # which it means, and what earlier checkpoints say
+    if la.settings.in_groups:
+        own["policy"] = None  # as in earlier checkpoints
+    stopping, options = asdict(own.pop("stopping")), asdict(own.pop("options"))
+    settings = {
+        "flavour": type(la).__name__,
+        "likelihood": str(Likelihood(la.likelihood).value),
+        **described(own | stopping | options),
+        "prior_precision": described(network.prior_precision),
+        "prior_mean": described(network.prior_mean),
+        "noise_scale": float(network.noise_scale),
+        "weights": sum(network.layer_sizes),
+        "batch_size": network.data.batch_size,
+        "batches": len(network.data),
+        "dtype": str(network.jacobian.dtype),
+        "device": network.jacobian.device.type,
+    }
+    if fitted is not None and budget is not None:
+        settings |= {"epochs": budget.epochs, "seconds": budget.seconds, "epochs_before": fitted.report.epochs}
+        settings |= {"starts_from": described([fitted.posterior.noise_gram, fitted.posterior.images])}
+    model = {name: digest(value) for name, value in (*la.model.named_parameters(), *la.model.named_buffers())}
+    return settings, model
+
+
+def to_state_dict(la: IterNCGPLaplace) -> dict[str, Any]:
+    """All that predictions need, and by what the model is recognised."""
+    return {
+        **_identity(la),
+        "weights": la.mean,
+        "fingerprint": la._fingerprint,
+        "posterior": la.posterior.to_dict(),
+        "prior_precision": la.prior_precision.detach(),
+        "prior_mean": la.prior_mean,
+        "sigma_noise": la.sigma_noise.detach(),
+        "temperature": float(la.temperature),
+        "loss": float(la.loss),
+        "n_data": la.n_data,
+        "n_outputs": la.n_outputs,
+    }
+
+
+def from_state_dict(la: IterNCGPLaplace, state: Mapping[str, Any]) -> None:
+    """Take over a saved posterior, all of it or, where anything about it is wrong, none."""
+    _check(la, state)
+    _check_numbers(state, sum(la._layer_sizes()))
+    posterior = WeightPosterior.from_dict(state["posterior"], la._layer_sizes(), la._device)
+    posterior = check_posterior(posterior, state["prior_precision"], state["sigma_noise"])
+    with kept_on_failure(la, "prior_precision", "prior_mean", "sigma_noise", "temperature"):
+        la.prior_precision, la.prior_mean = state["prior_precision"], state["prior_mean"]
+        la.sigma_noise, la.temperature = state["sigma_noise"], float(state["temperature"])
+    la.posterior = posterior
+    la.mean, la._fingerprint = state["weights"].to(la._device), state["fingerprint"]
+    la.loss, la.n_data, la.n_outputs = float(state["loss"]), int(state["n_data"]), int(state["n_outputs"])
+    la._prior_of_fit = hyperparameters(la)
+    la._fitted, la._conditioned, la._report, la._fit = True, None, None, None
+
+
+def _identity(la: IterNCGPLaplace) -> dict[str, Any]:
+    """What a saved posterior must agree in."""
+    return {
+        "format": 1,
+        "flavour": type(la).__name__,
+        "likelihood": str(Likelihood(la.likelihood).value),
+        "mean_mode": la.settings.mean,
+        "parameters": {name: list(value.shape) for name, value in la._parameters().items()},
+        "modules": {name: type(module).__name__ for name, module in la.model.named_modules()},
+    }
+
+
+def _check(la: IterNCGPLaplace, saved: Mapping[str, Any]) -> None:
+    """Raise a sentence that names the first thing in which a saved posterior differs."""
+    for key, value in _identity(la).items():
+        if key == "modules" and key not in saved:
+            continue  # saved by an earlier version
+        if saved.get(key) != value:
+            raise ValueError(
+                f"The saved posterior must have the {key} {_short(value)}; got {_short(saved.get(key))}. Try a Laplace "
+                "object made as for the fit."
+            )
+    weights, found = flatten(la._parameters()), _part(saved, "weights", Tensor)
+    same_weights = found.shape == weights.shape and torch.equal(found.to(weights), weights)
+    if not (same_weights and same_fingerprint(_part(saved, "fingerprint", Tensor), fingerprint(la.model))):
+        raise ValueError(
+            "The saved posterior must belong to this model; got one of other weights. Try the weights that it was "
+            "fitted with."
+        )
+
+
+def _check_numbers(state: Mapping[str, Any], num_weights: int) -> None:
+    """A posterior may come from a file, and a file may hold anything: each part has its type, shape, and numbers."""
+    posterior, P = _part(state, "posterior", Mapping), num_weights
+    images = _part(posterior, "images", Tensor)
+    B = images.shape[1] if images.ndim == 2 else -1
+    shapes: dict[str, tuple[tuple[int, ...], ...]] = {
+        "images": ((P, B),),
+        "noise_gram": ((B, B),),
+        "right_hand_side": ((B,),),
+        "prior_mean": ((1,), (P,)),
+        "curvature_diagonal": ((P,),),
+    }
+    if "rounding_gram" in posterior:
+        shapes["rounding_gram"] = ((B, B),)
+    for name, allowed in shapes.items():
+        value = _finite(posterior, name)
+        is_small = name not in ("images", "prior_mean")  # which are in the precision of the model
+        if tuple(value.shape) not in allowed or (is_small and value.dtype != torch.float64):
+            raise _damaged(name, f"{value.dtype} of shape {tuple(value.shape)}")
+    if B and float(posterior["noise_gram"].diagonal().min()) <= 0:
+        raise _damaged("noise_gram", "a matrix that is not positive definite")
+    _part(posterior, "anchor_share", float, int)
+    _part(posterior, "curvature_rank", int)
+    _part(posterior, "trace_is_exact", bool)
+    if "num_actions" in posterior and _part(posterior, "num_actions", int) < 1:
+        raise _damaged("num_actions", _short(posterior["num_actions"]))
+    if not posterior.keys() <= {f.name for f in fields(WeightPosterior)} - {"layer_sizes"}:
+        raise _damaged("posterior", f"made of {_short(sorted(map(str, posterior)))}")
+    for name, sizes in (("prior_precision", (1, len(state["parameters"]), P)), ("sigma_noise", (1,))):
+        if not bool((_finite(state, name) > 0).all()) or state[name].numel() not in sizes:
+            raise _damaged(name, _short(state[name]))
+    if _finite(state, "prior_mean").numel() not in (1, P):
+        raise _damaged("prior_mean", _short(state["prior_mean"]))
+    for name in ("temperature", "loss", "n_data", "n_outputs"):
+        if not math.isfinite(_part(state, name, float, int)) or (name != "loss" and state[name] <= 0):
+            raise _damaged(name, _short(state[name]))
+
+
+def _part(state: Mapping[str, Any], name: str, *kinds: type) -> Any:
+    if not isinstance(state.get(name), kinds):
+        raise _damaged(name, type(state[name]).__name__ if name in state else "nothing")
+    return state[name]
+
+
+def _finite(state: Mapping[str, Any], name: str) -> Tensor:
+    value: Tensor = _part(state, name, Tensor)
+    if not value.is_floating_point() or not bool(torch.isfinite(value).all()):
+        raise _damaged(name, "NaN or infinity" if value.is_floating_point() else str(value.dtype))
+    return value
+
+
+def _damaged(name: str, found: str) -> ValueError:
+    return ValueError(
+        f"The {name} of a saved posterior must be whole; got {found}. Try to save it again, or fit again."
+    )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"

@@ -1,0 +1,1 @@
+"""Blocks of columns, orthonormalisation and Cholesky factors with rounding: below priors and solver."""

@@ -1,0 +1,1 @@
+"""Posteriors in function space and in weight space, and predictions from them."""

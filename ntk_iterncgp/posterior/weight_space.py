@@ -1,0 +1,336 @@
+"""The posterior of a linearised network's weights, from A = JᵀS and small matrices: no training data, any prior.
+
+    Σ_θ = Λ⁻¹ − Λ⁻¹A M⁻¹AᵀΛ⁻¹,    M = AᵀΛ⁻¹A + τ R,    R = SᵀW⁺S
+
+A and R do not depend on the prior precision Λ, nor on the noise or temperature, which only scale R (τ = σ²·T). So all
+hyperparameters may change after the fit and take effect at once: G(Λ) = AᵀΛ⁻¹A is a sum of one small matrix per
+parameter tensor, over its precision.
+
+Rounding. The computed Ã = A + E has ‖E_b‖ ≤ ε‖A_b‖ for each action b, and for any noise D > 0
+
+    Ã(R + D)⁻¹Ãᵀ ≤ A R⁻¹Aᵀ + E D⁻¹Eᵀ,
+
+so the noise D = ρ diag(G) with ρ = ε²/x keeps the information of rounding below x of the prior's: the variance stays
+above the exact one divided by 1 + x, and it costs an action of signal-to-noise γ = G_bb/R_bb at most a fraction ργ,
+whatever the others are. Combinations A c of actions have the errors E c, and so the noise cᵀDc, however small A c is.
+The same number covers the rows J(x) of a prediction: ρ k(x, x) is added to the variance. M, G and the downdate are
+computed in float64 from the very Ã that predictions use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ntk_iterncgp.jacobian.rows import Rows
+from ntk_iterncgp.linalg.factor import Factor
+from ntk_iterncgp.linalg.inner_products import SLICE_ROWS, inner_products
+from ntk_iterncgp.runtime.autocast import full_precision
+
+EPS = torch.finfo(torch.float64).eps
+DERIVATIVE_ROUNDINGS = 8  # ε of a derivative, in units of the rounding of one number
+PRODUCT_ROUNDINGS = 8  # of a downdate whose products are taken in float32, as a fraction of k(x, x)
+TOLERANCE = 1e-3  # x: by how much rounding may lower a variance
+STRONG_SIGNAL = 1e4  # the signal-to-noise of an action from which on products with float32 rows are taken in float64
+
+
+@dataclass(frozen=True, eq=False)
+class WeightPosterior:
+    """What remains of a fit: the actions' images A in weight space, and small matrices."""
+
+    images: Tensor  # A (P, B)
+    noise_gram: Tensor  # R (B, B), for τ = 1
+    right_hand_side: Tensor  # M w (B,), which is Sᵀb at the mode: zero where the mean is the network itself
+    anchor_share: float  # how much of θ* − μ₀ is left in the mean: zero once Newton has taken a full step
+    prior_mean: Tensor  # μ₀ of the fit, (1,) or (P,)
+    curvature_diagonal: Tensor  # the diagonal of the GGN JᵀWJ (P,), for τ = 1
+    curvature_rank: int  # of W
+    layer_sizes: tuple[int, ...]  # the number of weights in each parameter tensor
+    trace_is_exact: bool  # whether `curvature_diagonal` is exact, and not an estimate
+    num_actions: int | None = None  # of which it was made, where more than its rank were folded together
+    rounding_gram: Tensor | None = None  # D/ρ for unit precision (B, B); None: the diagonal of AᵀA
+
+    @property
+    def rank(self) -> int:
+        """B, the number of actions."""
+        return self.images.shape[1]
+
+    def to_dict(self) -> dict[str, Tensor | int | bool]:
+        """Plain tensors and numbers, all but the layer sizes, which follow from the model."""
+        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "layer_sizes"}
+        return {name: value for name, value in found.items() if value is not None}
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any], layer_sizes: tuple[int, ...], device: torch.device) -> WeightPosterior:
+        """The posterior of which `to_dict` made `saved`, on a device."""
+        moved: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in saved.items()}
+        return cls(**moved, layer_sizes=layer_sizes)
+
+    # --- small matrices for a prior -------------------------------------------------------------------------------
+
+    @cached_property
+    def unit_gram(self) -> Tensor:  # (B, B)
+        """AᵀA."""
+        return inner_products(self.images, self.images)
+
+    @cached_property
+    def layer_grams(self) -> Tensor:  # (L, B, B)
+        """A_lᵀA_l for each parameter tensor."""
+        return torch.stack([inner_products(part, part) for part in self.images.split(self.layer_sizes)])
+
+    def with_gram(self, unit_gram: Tensor) -> WeightPosterior:  # (B, B)
+        """The same posterior, where AᵀA has been computed already."""
+        known = replace(self)
+        known.__dict__["unit_gram"] = unit_gram
+        return known
+
+    def gram(self, prior_precision: Tensor) -> Tensor:  # (1,), (L,) or (P,) -> (B, B)
+        """AᵀΛ⁻¹A, differentiable in Λ."""
+        precision = prior_precision.double()
+        if len(precision) == 1:
+            return self.unit_gram / precision
+        if len(precision) == len(self.layer_sizes):
+            return torch.einsum("l,lbc->bc", 1 / precision, self.layer_grams)
+        parts = zip(self.images.split(SLICE_ROWS), precision.split(SLICE_ROWS), strict=True)
+        return sum(
+            (((part.double() / p[:, None]).T @ part.double()) for part, p in parts),
+            start=torch.zeros_like(self.noise_gram),
+        )
+
+    def noise(self, gram: Tensor, noise_scale: Tensor) -> Tensor:  # AᵀΛ⁻¹A (B, B) -> (B, B)
+        """τR + D: the noise of the data, and of rounding."""
+        return noise_scale.double() * self.noise_gram + self.rounding(gram)
+
+    def rounding(self, gram: Tensor) -> Tensor:  # AᵀΛ⁻¹A (B, B) -> (B, B)
+        """D, the noise of rounding. Another prior stretches errors as it stretches the images."""
+        stretch = gram.detach().trace() / self.unit_gram.trace().clamp_min(1e-300)
+        return relative_rounding(self.images.dtype) * stretch * self._unit_rounding()
+
+    def _unit_rounding(self) -> Tensor:  # (B, B)
+        return self.unit_gram.diagonal().diag() if self.rounding_gram is None else self.rounding_gram
+
+    def factor(self, prior_precision: Tensor, noise_scale: Tensor) -> Factor:
+        """M = AᵀΛ⁻¹A + τR + D, factored."""
+        gram = self.gram(prior_precision)
+        return Factor(gram + self.noise(gram, noise_scale))
+
+    def right_hand_side_for(self, prior_mean: Tensor) -> Tensor:  # (B,)
+        """Sᵀb for another prior mean: b = f − m + W⁺∇ changes by J(μ₀ − μ₀′) at the same f."""
+        change = (self.prior_mean - prior_mean).double().reshape(-1)
+        if not bool(change.any()):
+            return self.right_hand_side
+        weights = change.expand(len(self.images)).to(self.images.dtype)
+        with full_precision(weights.device):
+            return self.right_hand_side + (self.images.T @ weights).double()
+
+    def precision_of_weights(self, prior_precision: Tensor) -> Tensor:  # (P,)
+        """One precision for each weight, in float64."""
+        return precision_of_weights(prior_precision, self.layer_sizes)
+
+    # --- predictions ----------------------------------------------------------------------------------------------
+
+    def conditioned(self, prior_precision: Tensor, noise_scale: Tensor) -> ConditionedPosterior:
+        """The posterior for one choice of hyperparameters, ready for predictions."""
+        variance, gram = 1 / self.precision_of_weights(prior_precision.detach()), self.gram(prior_precision.detach())
+        noise = self.noise(gram, noise_scale.detach())
+        gains = gram.diagonal() / noise.diagonal()
+        return ConditionedPosterior(
+            self, variance, Factor(gram + noise), noise, is_strong=bool((gains > STRONG_SIGNAL).any())
+        )
+
+    # --- evidence -------------------------------------------------------------------------------------------------
+
+    def log_determinant_bounds(self, prior_precision: Tensor, noise_scale: Tensor) -> tuple[Tensor, Tensor]:
+        """lo ≤ log|I + W^{½}KW^{½}| ≤ hi, differentiable in both arguments.
+
+        lo = log|I + (R + D)⁻¹G|, with the noise D of rounding. What the actions leave is in the free directions of the
+        data, and of as many weights: hi = log|I + R⁻¹G| + free · log(1 + missing / free).
+        """
+        precision = self.precision_of_weights(prior_precision)
+        missing = (self.curvature_diagonal / precision).sum() / noise_scale
+        lower = own = torch.zeros((), dtype=torch.float64, device=self.images.device)
+        if self.rank:
+            gram = self.gram(prior_precision)
+            noise = self.noise(gram, noise_scale)
+            lower, captured = _information(gram, noise)
+            own = torch.maximum(lower, _information(gram, noise_scale.double() * self.noise_gram)[0])
+            unsure = self.rank * EPS * (4 * self._noise_condition + 16 * float(captured.detach()))
+            lower, own = (lower - unsure).clamp_min(0), own + unsure
+            missing = (missing - captured).clamp_min(0)
+        spanned = self.rank if self.num_actions is None else self.num_actions
+        free = min(self.curvature_rank - spanned, len(self.images))
+        return lower, own + free * torch.log1p(missing / free) if free > 0 else own
+
+    @cached_property
+    def _noise_condition(self) -> float:
+        """The condition number of R, scaled to a unit diagonal: large where actions are nearly dependent."""
+        sides = self.noise_gram.diagonal().rsqrt()
+        values = torch.linalg.eigvalsh(self.noise_gram * sides[:, None] * sides)
+        return float(values[-1] / values[0].clamp_min(EPS))
+
+    def information_captured(self, prior_precision: Tensor, noise_scale: Tensor) -> float:
+        """A lower bound on the fraction of the information in the data that the actions have used, lo / hi."""
+        lower, upper = self.log_determinant_bounds(prior_precision.detach(), noise_scale.detach())
+        return float(lower / upper) if float(upper) > 0 else 1.0
+
+    # --- less memory ----------------------------------------------------------------------------------------------
+
+    def leading(self, number: int) -> WeightPosterior:
+        """The posterior of the first actions alone."""
+        return replace(
+            self,
+            images=self.images[:, :number],
+            noise_gram=self.noise_gram[:number, :number],
+            right_hand_side=self.right_hand_side[:number],
+            rounding_gram=None if self.rounding_gram is None else self.rounding_gram[:number, :number],
+            num_actions=None,
+        )
+
+    def combined(self, coefficients: Tensor) -> WeightPosterior:  # (B, R)
+        """The posterior of combinations of the actions."""
+        both_sides = [coefficients.T @ matrix @ coefficients for matrix in (self.noise_gram, self._unit_rounding())]
+        return replace(
+            self,
+            images=(self.images.double() @ coefficients).to(self.images.dtype),
+            noise_gram=0.5 * (both_sides[0] + both_sides[0].T),
+            right_hand_side=coefficients.T @ self.right_hand_side,
+            rounding_gram=0.5 * (both_sides[1] + both_sides[1].T),
+            num_actions=None,
+        )
+
+    @torch.no_grad()
+    def compress(self, max_rank: int, prior_precision: Tensor, noise_scale: Tensor) -> WeightPosterior:
+        """Retain `max_rank` combinations that preserve the mean and contract the variance most, at a given prior."""
+        if max_rank >= self.rank:
+            return self
+        root = self.factor(prior_precision, noise_scale).root()
+        contraction = root.T @ self.gram(prior_precision) @ root
+        mean = root.T @ self.right_hand_side[:, None]
+        u = mean / mean.norm().clamp_min(1e-300)
+        along = contraction @ u
+        deflated = contraction - u @ along.T - along @ u.T + (u.T @ along) * (u @ u.T)  # beside u
+        keep = max_rank - int(float(mean.norm()) > 0)
+        top = torch.linalg.eigh(deflated).eigenvectors[:, self.rank - keep :]
+        combined = top if keep == max_rank else torch.cat([u, top], 1)
+        return self.combined(torch.linalg.qr(root @ combined).Q)
+
+
+def relative_rounding(dtype: torch.dtype) -> float:
+    """ρ = ε²/x for derivatives in this dtype, and the rounding of sums in float64."""
+    error = DERIVATIVE_ROUNDINGS * torch.finfo(dtype).eps / 2
+    return error**2 / TOLERANCE + 16 * EPS
+
+
+def downdate_rounding(rows: torch.dtype, products: torch.dtype) -> float:
+    """What rounding may remove from a variance, over k(x, x), for rows J(x) and products in these dtypes."""
+    of_products = 0.0 if products == torch.float64 else PRODUCT_ROUNDINGS * torch.finfo(products).eps
+    return relative_rounding(rows) + of_products
+
+
+def _information(gram: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:  # (B, B), (B, B)
+    """log|I + R⁻¹G| and tr(R⁻¹G), differentiable in both.
+
+    Whitened first, so that little information is not a difference of large numbers.
+    """
+    factor = Factor(noise)
+    whitened = factor.half_solve(factor.half_solve(gram).T)
+    one = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    lower = torch.linalg.cholesky(one + 0.5 * (whitened + whitened.T))
+    return 2 * lower.diagonal().log().sum(), whitened.trace()
+
+
+def precision_of_weights(prior_precision: Tensor, layer_sizes: tuple[int, ...]) -> Tensor:  # (1,), (L,), (P,) -> (P,)
+    """One precision for each weight, in float64."""
+    precision = prior_precision.double()
+    if len(precision) == len(layer_sizes) != 1:
+        return torch.repeat_interleave(precision, torch.tensor(layer_sizes, device=precision.device))
+    return precision.expand(sum(layer_sizes))
+
+
+class ConditionedPosterior:
+    """N(μ, Σ_θ) for one prior precision and noise: what predictions and samples are made from.
+
+    Products with rows J(x) are taken in the dtype of the images. Where an action `is_strong`, a variance that is nearly
+    all removed would be lost in the rounding of what is removed: then they are taken in float64, and where derivatives
+    are in float64 too, nothing is removed at all. With the orthogonal parts J̃ = z Qᵀ + J̃_⊥ of J̃ = JΛ^{-½} in and
+    beside the span of Λ^{-½}A = QT the covariance is a sum, J̃_⊥J̃_⊥ᵀ + z (I + T R⁻¹Tᵀ)⁻¹zᵀ.
+    """
+
+    def __init__(
+        self, posterior: WeightPosterior, variance: Tensor, factor: Factor, noise: Tensor, *, is_strong: bool
+    ) -> None:
+        self.posterior, self.variance, self.factor, self.noise = posterior, variance, factor, noise
+        dtype = torch.float64 if is_strong else posterior.images.dtype
+        self.scaled_images = variance.to(dtype)[:, None] * posterior.images.to(dtype)  # Λ⁻¹A
+        self.rounding = downdate_rounding(posterior.images.dtype, dtype)
+        self.is_sum = is_strong and posterior.images.dtype == torch.float64 and posterior.rank > 0
+
+    def mean_shift(self, prior_mean: Tensor) -> Tensor:  # (P,)
+        """Λ⁻¹A M⁻¹Sᵀb: what the data add to the prior mean of the weights."""
+        coefficients = self.factor.solve(self.posterior.right_hand_side_for(prior_mean)[:, None])
+        return self._combine(coefficients)[:, 0]
+
+    def _combine(self, coefficients: Tensor) -> Tensor:  # (B, k) -> (P, k)
+        """Λ⁻¹A a, in float64 but for the products."""
+        with full_precision(coefficients.device):
+            return (self.scaled_images @ coefficients.to(self.scaled_images.dtype)).double()
+
+    def covariance(self, rows: Rows, *, joint: bool = False) -> Tensor:  # (b, C, C), or (b·C, b·C)
+        """J(x) Σ_θ J(x)ᵀ, in float64, and ρ k(x, x) for rounding."""
+        if self.is_sum:
+            return self._sum(rows, joint)
+        with full_precision(self.variance.device):
+            cross, prior = rows.products(self.scaled_images, self.variance, joint=joint)  # (b, C, B), as the result
+        half = self.factor.half_solve(cross.flatten(0, 1).T).T  # (b·C, B)
+        if not joint:
+            half = half.unflatten(0, cross.shape[:2])
+        unsure = torch.diag_embed(self.rounding * prior.diagonal(dim1=-2, dim2=-1))
+        return prior + unsure - half @ half.mT
+
+    def _sum(self, rows: Rows, joint: bool) -> Tensor:
+        Q, inside = self._span
+        scaled = rows.written_out().double() * self.variance.sqrt()  # J̃ (b, C, P)
+        scaled = scaled.flatten(0, 1) if joint else scaled
+        z = scaled @ Q
+        beside = scaled - z @ Q.mT
+        half = inside.half_solve(z.flatten(0, -2).T).T.unflatten(0, z.shape[:-1])
+        return beside @ beside.mT + half @ half.mT
+
+    @cached_property
+    def _span(self) -> tuple[Tensor, Factor]:
+        """Q (P, B), and I + T R⁻¹Tᵀ factored."""
+        Q, T = torch.linalg.qr(self.variance.sqrt()[:, None] * self.posterior.images)
+        whitened = Factor(self.noise).half_solve(T.T)  # (B, B)
+        return Q, Factor(torch.eye(len(T), dtype=T.dtype, device=T.device) + whitened.T @ whitened)
+
+    def contributions(self, rows: Rows, groups: Tensor, combinations: Tensor) -> Tensor:  # (P, g), (g, B) -> (b, g)
+        """How much each group of data reduces the variance at each input, summed over outputs.
+
+        With the cross-covariances z of the groups, and z Q of the actions, it is z_g (Q M⁻¹Qᵀz)_g.
+
+        Args:
+            rows: the rows of J at the inputs.
+            groups: the images of the groups.
+            combinations: Q, of the groups, that are the actions.
+        """
+        cross = rows.times(self.variance.to(groups.dtype)[:, None] * groups)  # (b, C, g)
+        solved = self.factor.solve((cross @ combinations).flatten(0, 1).T).T
+        return (cross * (solved @ combinations.T).unflatten(0, cross.shape[:2])).sum(1)
+
+    def sample(self, num_samples: int, generator: torch.Generator | None) -> Tensor:  # (num_samples, P)
+        """Draw θ − μ: a draw ε from the prior, corrected by what the data say about it (Matheron's rule)."""
+        images, device = self.posterior.images, self.variance.device
+        shape = (len(images), num_samples)
+        epsilon = torch.randn(shape, generator=generator, dtype=torch.float64, device=device)
+        epsilon = epsilon * self.variance.sqrt()[:, None]
+        noise_root = torch.linalg.cholesky(self.noise)
+        shape = (self.posterior.rank, num_samples)
+        eta = noise_root @ torch.randn(shape, generator=generator, dtype=torch.float64, device=device)
+        with full_precision(device):
+            observed = (images.T @ epsilon.to(images.dtype)).double() + eta
+        return (epsilon - self._combine(self.factor.solve(observed))).T

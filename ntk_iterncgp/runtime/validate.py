@@ -1,0 +1,28 @@
+"""Scalars that come from the user: of the right kind and size, or an error message that names the setting."""
+
+from __future__ import annotations
+
+from numbers import Integral
+
+
+def whole_number(name: str, value: object, *, at_least: int, or_none: bool = False) -> int:
+    """A setting that counts something, as a Python int; NumPy's whole numbers are whole numbers."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < at_least:
+        kind = "None or a whole number" if or_none else "a whole number"
+        raise ValueError(f"{name} expects {kind} of at least {at_least}, but got {value!r}.")
+    if int(value) >= 2**63:
+        raise ValueError(f"{name} expects a whole number below 2^63, but got a larger one.")
+    return int(value)
+
+
+def seed_number(value: object) -> int:
+    return whole_number("seed", value, at_least=0)
+
+
+def non_negative(name: str, value: object) -> float:
+    """A tolerance: a number of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+        raise ValueError(f"{name} expects a number of at least 0, but got {value!r}.")
+    if isinstance(value, int) and value >= 2**63:
+        raise ValueError(f"{name} expects a number below 2^63, but got a larger one.")
+    return value

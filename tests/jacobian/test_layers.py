@@ -1,0 +1,409 @@
+"""Rows of the Jacobian by layers: the same numbers as by `torch.func`, and only where they can be had this way."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from laplace import Laplace
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ntk_iterncgp.jacobian.autograd import Jacobian
+from ntk_iterncgp.jacobian.layers import LayerRows
+from ntk_iterncgp.jacobian.rows import DenseRows
+
+NUM_INPUTS = 3
+SHUT = 0.0  # the first input up to which some models below do not use their weights again
+
+
+class Tokens(nn.Module):
+    """A linear layer applied at each place of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.outer = nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.norm(torch.tanh(self.inner(x))).mean(1))
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(2, 3, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(3)
+        self.second, self.head = nn.Conv2d(3, 3, 3, padding=2, dilation=2), nn.Linear(27, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu_(self.norm(self.first(x)))
+        h = h + self.second(h)
+        return self.head(torch.relu_(h).flatten(1))
+
+
+class Normed(nn.Module):
+    """Batch norms behind a convolution with a bias, behind one whose output is also used otherwise, behind no layer,
+    without weights, and in one dimension; rectangular kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.first, self.norm = nn.BatchNorm2d(2), nn.Conv2d(2, 3, (3, 2), bias=True), nn.BatchNorm2d(3)
+        self.second = nn.Conv2d(3, 4, (1, 3), stride=(2, 1), padding=(0, 2), dilation=(1, 2))
+        self.also, self.plain = nn.BatchNorm2d(4), nn.BatchNorm2d(4, affine=False)
+        self.mix, self.last, self.head = nn.Conv2d(4, 4, 1), nn.BatchNorm1d(4), nn.Linear(4, 3)
+        nn.init.zeros_(self.norm.weight[:1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.norm(self.first(self.before(x))))
+        z = self.second(h)
+        h = torch.relu_(self.also(z)) + torch.sin(z) + self.plain(self.mix(z))
+        return self.head(torch.relu_(self.last(h.flatten(2))).mean(2))
+
+
+class Overwritten(Tokens):
+    """What comes out of layers is overwritten."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(torch.relu_(self.norm(torch.relu_(self.inner(x)))).mean(1))
+
+
+class Unused(nn.Module):
+    """A layer that is called, and whose output is dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer, self.auxiliary = nn.Linear(4, 5), nn.Linear(5, 2), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.inner(x))
+        self.auxiliary(h)
+        return self.outer(h)
+
+
+class ByKeyword(Residual):
+    """Layers that are called by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last_norm = nn.LayerNorm(27)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu_(self.norm(input=self.first(input=x)))
+        return self.head(input=self.last_norm(input=self.second(input=h).flatten(1)))
+
+
+PLAIN: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(4, 5), nn.ReLU(inplace=True), nn.Linear(5, 3, bias=False)), (4,)),
+    "batch norm": (lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)), (4,)),
+    "tokens": (Tokens, (6, 4)),
+    "residual": (Residual, (2, 6, 6)),
+    "normed": (Normed, (2, 7, 5)),
+    "overwritten": (Overwritten, (6, 4)),
+    "unused": (Unused, (4,)),
+    "by keyword": (ByKeyword, (2, 6, 6)),
+    "one output": (lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)), (4,)),
+}
+
+
+class TwoCalls(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(torch.tanh(self.inner(torch.tanh(self.inner(x)))))
+
+
+class BehindTheBack(TwoCalls):
+    """One call that the layer knows about, one that it does not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(torch.tanh(self.inner(x)) + x @ self.inner.weight.T)
+
+
+class Shut(TwoCalls):
+    """Behind the layer's back for some data only, while the sum for the first ones is zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(torch.tanh(self.inner(x)) + torch.relu(x[:, :1] - SHUT) * (x @ self.inner.weight.T))
+
+
+class ShutAndTied(TwoCalls):
+    """The same, with weights that another layer has too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Linear(4, 4, bias=False)
+        self.again.weight = self.inner.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(torch.where(x[:, :1] > SHUT, self.again(x), torch.tanh(self.inner(x))))
+
+
+class SometimesTwice(TwoCalls):
+    """Python code that uses a weight again for some batches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, is_open = torch.tanh(self.inner(x)), x[:, :1] > SHUT
+        if bool(is_open.any()):
+            h = torch.where(is_open, x @ self.inner.weight.T, h)
+        return self.outer(h)
+
+
+class DroppedSometimes(TwoCalls):
+    """The layer is called, but its weight is used otherwise for some batches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, is_open = torch.tanh(self.inner(x)), x[:, :1] > SHUT
+        again = x @ self.inner.weight.T
+        return self.outer(again if bool(is_open.all()) else torch.where(is_open, again, h) if is_open.any() else h)
+
+
+class Skipped(TwoCalls):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(x)
+
+
+class Constant(TwoCalls):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            h = self.inner(x)
+        return self.outer(torch.tanh(h))
+
+
+class Wide(nn.Module):
+    """Activations that are many times the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x).mean((2, 3))
+
+
+OTHER: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "called twice": (TwoCalls, (4,)),
+    "behind the back": (BehindTheBack, (4,)),
+    "skipped": (Skipped, (4,)),
+    "constant": (Constant, (4,)),
+    "wide": (Wide, (1, 20, 20)),
+    "grouped": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3, groups=2), nn.Flatten(), nn.Linear(64, 2)), (2, 6, 6)),
+    "another kind": (lambda: nn.Sequential(nn.Conv1d(2, 3, 3), nn.Flatten(), nn.Linear(12, 2)), (2, 6)),
+}
+
+
+def prepared(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model = make().double()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
+            module.running_mean.normal_()
+            module.running_var.uniform_(0.5, 2.0)
+    return model.eval(), torch.randn(NUM_INPUTS, *shape, dtype=torch.float64)
+
+
+def by_func(model: nn.Module, x: Tensor) -> DenseRows:
+    jacobian = Jacobian(model)
+    jacobian._places = None
+    with torch.no_grad():
+        rows = jacobian.rows(x, len(x))
+    assert isinstance(rows, DenseRows)
+    return rows
+
+
+def check_rows(model: nn.Module, x: Tensor, kind: type) -> None:
+    expected = by_func(model, x)
+    with torch.no_grad():
+        rows = Jacobian(model).rows(x, len(x))
+    assert isinstance(rows, kind)
+    torch.testing.assert_close(rows.jacobian, expected.jacobian)
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_plain_layers_give_the_rows_that_torch_func_gives(case: str) -> None:
+    model, x = prepared(*PLAIN[case])
+    jacobian, expected = Jacobian(model), by_func(model, x)
+    with torch.no_grad():
+        rows = jacobian.rows(x, len(x))
+    assert isinstance(rows, LayerRows)
+    P, C = jacobian.num_params, rows.outputs.shape[1]
+    torch.testing.assert_close(rows.outputs, expected.outputs)
+    torch.testing.assert_close(rows.jacobian, expected.jacobian)
+    weights, variance = torch.randn(P, 4, dtype=torch.float64), torch.rand(P, dtype=torch.float64) + 0.1
+    layerwise = torch.repeat_interleave(torch.rand(len(jacobian.sizes)).double(), torch.tensor(jacobian.sizes))
+    for some in (weights[:, :1], weights, weights.repeat(1, 20)):  # few columns go through a layer, many meet its rows
+        torch.testing.assert_close(rows.times(some), expected.times(some))
+    for each in (variance, layerwise, torch.ones(P, dtype=torch.float64)):
+        torch.testing.assert_close(rows.covariance(each), expected.covariance(each))
+        for joint in (False, True):
+            both = expected.times(weights), expected.covariance(each, joint=joint)
+            torch.testing.assert_close(rows.products(weights, each, joint=joint), both)
+    sizes = tuple(jacobian.sizes)
+    for found, truth in zip(rows.by_layer(weights, sizes), expected.by_layer(weights, sizes), strict=True):
+        torch.testing.assert_close(found, truth)
+    root = torch.randn(NUM_INPUTS, C, C, dtype=torch.float64)
+    curvature = root @ root.mT
+    torch.testing.assert_close(
+        rows.curvature_diagonal(lambda block: curvature @ block),
+        expected.curvature_diagonal(lambda block: curvature @ block),
+    )
+
+
+@pytest.mark.parametrize("case", [*PLAIN, *OTHER])
+def test_rows_of_contrasts_are_contrasts_of_rows(case: str) -> None:
+    model, x = prepared(*{**PLAIN, **OTHER}[case])
+    jacobian, expected = Jacobian(model), by_func(model, x)
+    contrasts = torch.randn(expected.outputs.shape[1], 2, dtype=torch.float64)
+    weights, variance = torch.randn(jacobian.num_params, 40).double(), torch.rand(jacobian.num_params).double() + 0.1
+    with torch.no_grad():
+        rows = jacobian.rows(x, len(x), contrasts)
+    torch.testing.assert_close(rows.outputs, expected.outputs)
+    for found in (rows.times(weights), rows.products(weights, variance)[0]):
+        torch.testing.assert_close(found, contrasts.T @ expected.times(weights))
+    for found in (rows.covariance(variance), rows.products(weights, variance)[1]):
+        torch.testing.assert_close(found, contrasts.T @ expected.covariance(variance) @ contrasts)
+
+
+def test_inputs_without_a_derivative_have_rows_by_layers_too() -> None:
+    class Looked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(5, 4), Tokens()
+            self.table.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.table(x))
+
+    torch.manual_seed(0)
+    model, x = Looked().double().eval(), torch.randint(5, (NUM_INPUTS, 6))
+    check_rows(model, x, LayerRows)
+
+
+def test_the_memory_of_rows_is_counted_when_inputs_of_a_shape_are_first_seen() -> None:
+    pooled = nn.Sequential(nn.Conv2d(1, 2, 3), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(8, 3))
+    model, x = prepared(lambda: pooled, (1, 5, 5))
+    jacobian = Jacobian(model)
+    with torch.no_grad():
+        jacobian.prepare(x, len(x))
+        small = jacobian.bytes_per_row(3)
+        # 2·3·3 derivatives of the convolution and 3 of the head; 2 biases and 3; rows 2·9, twice, and patches 9·9 / 3
+        assert small == 3 * 8 * (18 + 3 + 2 + 3 + 36 + 27)
+        jacobian.prepare(torch.randn(3, 1, 7, 7, dtype=torch.float64), 3)
+        assert jacobian.bytes_per_row(3) == 3 * 8 * (50 + 3 + 2 + 3 + 36 + 75)
+
+
+@pytest.mark.parametrize("case", OTHER)
+def test_other_models_are_left_to_torch_func(case: str) -> None:
+    model, x = prepared(*OTHER[case])
+    check_rows(model, x, DenseRows)
+
+
+in_python = pytest.mark.filterwarnings("ignore:This model cannot be vectorised:UserWarning")
+
+
+@in_python
+@pytest.mark.parametrize("make", [Shut, ShutAndTied, SometimesTwice, DroppedSometimes])
+@pytest.mark.parametrize("at_once", [True, False], ids=["in one batch", "in a later batch"])
+def test_weights_used_again_for_some_data_only_are_left_to_torch_func(make: type[nn.Module], at_once: bool) -> None:
+    """Although rows by layers are right at the first data, which they are compared at."""
+    model, x = prepared(make, (4,))
+    x = torch.cat([x, x])
+    x[:, 0] = torch.tensor([-1.0, -1.0, -1.0, -1.0, 1.0, 1.0])
+    jacobian, expected = Jacobian(model), by_func(model, x)
+    with torch.no_grad():
+        parts = [jacobian.rows(part, len(part)) for part in ([x] if at_once else x.split(2))]
+    assert isinstance(parts[-1], DenseRows)
+    torch.testing.assert_close(torch.cat([part.jacobian for part in parts]), expected.jacobian)
+
+
+@in_python
+def test_what_a_batch_has_shown_holds_for_those_after_it() -> None:
+    model, x = prepared(SometimesTwice, (4,))
+    x[:, 0] = -1
+    jacobian = Jacobian(model)
+    with torch.no_grad():
+        assert isinstance(jacobian.rows(x, len(x)), LayerRows)
+        for some in (-x, x):
+            assert isinstance(jacobian.rows(some, len(some)), DenseRows)
+
+
+@in_python
+def test_what_a_fit_has_found_out_about_the_model_holds_for_predictions() -> None:
+    model, x = prepared(SometimesTwice, (4,))
+    x[:, 0] = torch.tensor([-1.0, -1.0, 1.0])
+    la = Laplace(model, "classification", "all", "iterncgp", num_actions=2)
+    la.fit(DataLoader(TensorDataset(x, torch.arange(NUM_INPUTS) % 2), batch_size=NUM_INPUTS))
+    assert all(isinstance(rows, DenseRows) for rows in la._rows_at(x[:2]))
+
+
+@pytest.mark.parametrize("subset", ["all", "last_layer"])
+def test_a_model_that_calls_its_layers_by_keyword_is_fitted_without_a_warning(subset: str) -> None:
+    class AsUsual(ByKeyword):
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.relu_(self.norm(self.first(x)))
+            return self.head(self.last_norm(self.second(h).flatten(1)))
+
+    covariances = []
+    for make in (ByKeyword, AsUsual):
+        model, x = prepared(make, (2, 6, 6))
+        la = Laplace(model, "classification", subset, "iterncgp", num_actions=2)
+        la.fit(DataLoader(TensorDataset(x, torch.arange(NUM_INPUTS)), batch_size=2))
+        covariances.append(la._glm_predictive_distribution(x)[1])
+    torch.testing.assert_close(*covariances)
+
+
+@pytest.mark.parametrize("frozen", ["first.weight", "first", "norm", "norm.weight", "norm.bias", "before", "head"])
+def test_a_subset_of_the_weights_has_the_rows_of_that_subset(frozen: str) -> None:
+    model, x = prepared(*PLAIN["normed"])
+    for name, value in model.named_parameters():
+        value.requires_grad_(not name.startswith(frozen))
+    check_rows(model, x, LayerRows)
+
+
+def test_what_a_hook_makes_of_a_batch_norm_is_kept() -> None:
+    model, x = prepared(lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), (4,))
+    model[1].register_forward_hook(lambda layer, inputs, output: output + 1)
+    expected = by_func(model, x)
+    with torch.no_grad():
+        rows = Jacobian(model).rows(x, len(x))
+    assert isinstance(rows, LayerRows)
+    torch.testing.assert_close(rows.outputs, expected.outputs)
+    torch.testing.assert_close(rows.jacobian, expected.jacobian)
+
+
+def test_what_a_hook_makes_of_an_output_is_not_taken_for_the_layer() -> None:
+    model, x = prepared(*PLAIN["mlp"])
+    model[0].register_forward_hook(lambda layer, inputs, output: 2 * output)
+    check_rows(model, x, LayerRows)
+
+
+def test_the_model_keeps_no_hook_also_after_an_exception() -> None:
+    model, x = prepared(*PLAIN["residual"])
+    with torch.no_grad():
+        Jacobian(model).rows(x, len(x))
+        with pytest.raises(RuntimeError):
+            Jacobian(model).rows(x[:, :1], len(x))
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_gradients_through_the_inputs_take_the_way_that_has_them() -> None:
+    model, x = prepared(*PLAIN["mlp"])
+    rows = Jacobian(model).rows(x.requires_grad_(), len(x))
+    assert isinstance(rows, DenseRows)
+    assert torch.autograd.grad(rows.covariance(torch.ones(40, dtype=torch.float64)).sum(), x)[0].abs().sum() > 0
+
+
+def test_a_model_that_sorts_its_batch_is_left_to_torch_func() -> None:
+    """The data at which rows are proven may be in order as they come."""
+
+    class Sorting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            order = x[:, 0].argsort()
+            return self.head(torch.tanh(self.first(x[order]))[order.argsort()])
+
+    model, x = prepared(Sorting, (4,))
+    x[:, 0] = torch.tensor([1.0, 2.0, 0.0])
+    check_rows(model, x, DenseRows)

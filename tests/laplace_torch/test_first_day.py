@@ -1,0 +1,242 @@
+"""Ordinary tasks in float32: regression with little noise, weak priors, several outputs. Dense truth in float64.
+
+`linearised_truth` writes the posterior out by a singular value decomposition, which loses nothing where a variance is
+1e-12 of the prior's.
+"""
+
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from laplace import Laplace
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev
+from torch.utils.data import DataLoader, TensorDataset
+
+import ntk_iterncgp  # noqa: F401  registers the flavours
+
+
+@dataclass(frozen=True)
+class Task:
+    model: nn.Module
+    x: Tensor
+    y: Tensor
+    new: Tensor
+    classification: bool
+
+    def loader(self, dtype: torch.dtype) -> DataLoader:
+        y = self.y if self.classification else self.y.to(dtype)
+        return DataLoader(TensorDataset(self.x.to(dtype), y), batch_size=32)
+
+    def laplace(self, model_dtype: torch.dtype, **settings: Any) -> Any:
+        likelihood = "classification" if self.classification else "regression"
+        return Laplace(deepcopy(self.model).to(model_dtype), likelihood, "all", "iterncgp", **settings)
+
+
+def jacobian(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:  # (N, C, P), (N, C)
+    exact = deepcopy(model).double()
+    params = {name: value.detach() for name, value in exact.named_parameters()}
+    J = jacrev(lambda p: functional_call(exact, p, (x.double(),)))(params)
+    return torch.cat([J[name].flatten(2) for name in params], 2).detach(), exact(x.double()).detach()
+
+
+def linearised_truth(task: Task, precision: float, sigma: float) -> tuple[Tensor, float]:
+    """Exact variances (b, C) at new inputs, and log|I + W^{1/2} K W^{1/2}|."""
+    (J, f), new_J = jacobian(task.model, task.x), jacobian(task.model, task.new)[0]
+    if task.classification:
+        q = (f.log_softmax(1) / 2).exp()
+        eye = torch.eye(q.shape[1], dtype=torch.float64)
+        J = (torch.diag_embed(q) @ (eye - q[:, :, None] * q[:, None])).mT @ J
+    scaled = J.flatten(0, 1) / (precision**0.5 * (1.0 if task.classification else sigma))
+    _, values, vectors = torch.linalg.svd(scaled)
+    gains = torch.zeros(len(vectors), dtype=torch.float64)
+    gains[: len(values)] = values.square()
+    z = new_J @ vectors.T / precision**0.5
+    return (z.square() / (1 + gains)).sum(2), float(gains.log1p().sum())
+
+
+def variances(la: Any, x: Tensor) -> Tensor:  # (b, C)
+    return la.predictive_moments(x)[1].diagonal(dim1=1, dim2=2).double()
+
+
+def bounds(la: Any) -> tuple[float, float]:
+    lower, upper = la.posterior.log_determinant_bounds(la.prior_precision, la._noise_scale)
+    return float(lower), float(upper)
+
+
+@st.composite
+def tasks(draw: st.DrawFn) -> tuple[Task, dict[str, float], int]:
+    """Networks, priors from 1e-4 to 1e4, noise from 0.01 to 3, confident classifiers; and a number of actions."""
+    classification = draw(st.booleans())
+    outputs = draw(st.integers(2, 4) if classification else st.integers(1, 3))
+    features, width = draw(st.integers(1, 6)), draw(st.sampled_from([4, 12, 30]))
+    act, depth = draw(st.sampled_from([nn.Tanh, nn.ReLU])), draw(st.integers(0, 2))
+    torch.manual_seed(draw(st.integers(0, 10_000)))
+    sizes = [features, *[width] * depth, outputs]
+    layers: list[nn.Module] = []
+    for i, o in pairwise(sizes):
+        layers += [nn.Linear(i, o), act()]
+    model = nn.Sequential(*layers[:-1])
+    if classification:
+        with torch.no_grad():
+            model[-1].weight *= draw(st.sampled_from([1.0, 5.0, 20.0]))
+    num_data = draw(st.sampled_from([20, 60, 150]))
+    x, new = torch.randn(num_data, features), 2 * torch.randn(25, features)
+    y = torch.randint(outputs, (num_data,)) if classification else torch.randn(num_data, outputs)
+    hyper = {"prior_precision": 10 ** draw(st.floats(-4, 4))}
+    if not classification:
+        hyper["sigma_noise"] = 10 ** draw(st.floats(-2, 0.5))
+    return Task(model, x, y, new, classification), hyper, draw(st.sampled_from([10, 40, 200]))
+
+
+@pytest.mark.slow
+@settings(max_examples=25)
+@given(tasks())
+def test_float32_is_as_good_as_float64_and_both_are_bounds(drawn: tuple[Task, dict[str, float], int]) -> None:
+    task, hyper, num_actions = drawn
+    exact, log_determinant = linearised_truth(task, hyper["prior_precision"], hyper.get("sigma_noise", 1.0))
+    found: dict[torch.dtype, list[tuple[Tensor, float]]] = {}
+    for dtype in (torch.float32, torch.float64):
+        la = task.laplace(dtype, num_actions=num_actions, **hyper)
+        loader, x = task.loader(dtype), task.new.to(dtype)
+        la.fit(loader)
+        steps = []
+        for epochs in (2, 2, None):
+            steps.append((variances(la, x), float(la.log_marginal_likelihood())))
+            slack = 1e-4 * (1 + log_determinant)
+            lower, upper = bounds(la)
+            assert lower <= log_determinant + slack and upper >= log_determinant - slack
+            assert bool((steps[-1][0] >= (1 - 1e-3) * exact).all()) and bool((steps[-1][0] >= 0).all())
+            if len(steps) > 1:
+                assert bool((steps[-1][0] <= (1 + 1e-5) * steps[-2][0]).all())
+            if epochs is not None:
+                la.refine(loader, epochs=epochs)
+        found[dtype] = steps
+    for (variance, evidence), (wide, wide_evidence) in zip(*found.values(), strict=True):
+        assert float((variance / wide - 1).abs().max()) <= 0.02
+        assert abs(evidence - wide_evidence) <= 0.5 + 0.01 * abs(wide_evidence)
+
+
+@settings(max_examples=25)
+@given(tasks())
+def test_the_guarantee_holds_with_derivatives_in_float32(drawn: tuple[Task, dict[str, float], int]) -> None:
+    """As for networks too large for derivatives in float64."""
+    task, hyper, num_actions = drawn
+    exact, log_determinant = linearised_truth(task, hyper["prior_precision"], hyper.get("sigma_noise", 1.0))
+    la = task.laplace(torch.float32, num_actions=num_actions, dtype=torch.float32, **hyper)
+    loader = task.loader(torch.float32)
+    la.fit(loader)
+    for _ in range(2):
+        assert la.posterior.images.dtype == torch.float32
+        assert bool((variances(la, task.new) >= (1 - 2e-3) * exact).all())
+        lower, upper = bounds(la)
+        assert lower <= 1.001 * log_determinant + 1e-3 and upper >= 0.999 * log_determinant - 1e-3
+        la.refine(loader, epochs=2)
+
+
+def regression_net(num_outputs: int, scales: Tensor, width: int = 16) -> Task:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, num_outputs))
+    with torch.no_grad():
+        model[2].weight *= scales[:, None]
+    x, new = torch.randn(500, 4), torch.randn(100, 4)
+    return Task(model, x, torch.randn(500, num_outputs), new, classification=False)
+
+
+@pytest.mark.parametrize("spread", [0.0, 2.0], ids=["alike", "very different Jacobians"])
+@pytest.mark.parametrize("num_outputs", range(1, 9))
+def test_each_output_of_a_regression_is_within_half_of_the_exact_variance(num_outputs: int, spread: float) -> None:
+    task = regression_net(num_outputs, 10 ** torch.linspace(-spread, spread, num_outputs))
+    exact, _ = linearised_truth(task, 1.0, 0.3)
+    la = task.laplace(torch.float32, sigma_noise=0.3)
+    la.fit(task.loader(torch.float32))
+    ratios = variances(la, task.new) / exact
+    assert bool((ratios >= 1 - 1e-6).all()) and la.posterior.rank <= 200
+    assert float(ratios.mean(0).max()) <= 1.5
+
+
+@pytest.mark.slow
+def test_the_evidence_of_several_outputs_picks_the_precision_of_the_exact_one() -> None:
+    task = regression_net(3, torch.ones(3))
+    la = task.laplace(torch.float32, sigma_noise=0.3)
+    la.fit(task.loader(torch.float32))
+    la.optimize_prior_precision(method="marglik", prior_structure="scalar")
+    grid = [10 ** (k / 10) for k in range(-20, 31)]
+    squares = float(la.mean.double().square().sum())
+    exact = max(grid, key=lambda d: -0.5 * (linearised_truth(task, d, 0.3)[1] + d * squares))
+    assert 0.6 <= float(la.prior_precision) / exact <= 1.7
+
+
+def test_outputs_take_turns_where_the_epochs_are_few() -> None:
+    task = regression_net(4, torch.ones(4))
+    la = task.laplace(torch.float32, sigma_noise=0.3, max_epochs=1.34)
+    la.fit(task.loader(torch.float32))
+    exact, _ = linearised_truth(task, 1.0, 0.3)
+    ratios = (variances(la, task.new) / exact).mean(0)
+    assert la.report_.epochs <= 1.34 and float(ratios.max()) < 10 and float(ratios.max() / ratios.min()) < 1.5
+
+
+def test_the_evidence_of_a_sine_curve_finds_the_same_noise_in_float32_and_float64() -> None:
+    torch.manual_seed(0)
+    x = 8 * torch.rand(150, 1)
+    y = x.sin() + 0.3 * torch.randn(150, 1)
+    model, found = nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, 1)), []
+    adam = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(500):
+        adam.zero_grad()
+        (model(x) - y).square().mean().backward()
+        adam.step()
+    task = Task(model, x, y, x[:5], classification=False)
+    for dtype in (torch.float32, torch.float64):
+        la = task.laplace(dtype)
+        la.fit(task.loader(dtype))
+        logs = torch.zeros(2, 1, dtype=dtype, requires_grad=True)
+        adam = torch.optim.Adam([logs], 1e-1)
+        for _ in range(100):
+            adam.zero_grad()
+            loss = -la.log_marginal_likelihood(logs[0].exp(), logs[1].exp())
+            loss.backward()
+            adam.step()
+        found.append((float(logs[1].detach().exp()), float(loss.detach())))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-2) and 0.2 < found[0][0] < 0.4
+    assert found[0][1] == pytest.approx(found[1][1], abs=0.1)
+
+
+@pytest.mark.parametrize("precision", [1e-4, 1.0])
+def test_with_all_actions_the_evidence_is_exact(precision: float) -> None:
+    for seed, scale in ((0, 1.0), (1, 8.0)):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 10), nn.Tanh(), nn.Linear(10, 3))
+        with torch.no_grad():
+            model[2].weight *= scale
+        x = torch.randn(40, 3)
+        task = Task(model, x, torch.randint(3, (40,)), x[:3], classification=True)
+        _, log_determinant = linearised_truth(task, precision, 1.0)
+        la = task.laplace(torch.float64, num_actions=80, prior_precision=precision)
+        loader = task.loader(torch.float64)
+        la.fit(loader)
+        while la.report_.status != "exhausted":
+            la.refine(loader, epochs=1)
+        lower, upper = bounds(la)
+        assert lower == pytest.approx(log_determinant, rel=1e-6)
+        assert upper == pytest.approx(log_determinant, rel=1e-6)
+        assert la.report_.information_captured > 1 - 1e-5
+
+
+def test_the_report_has_the_information_at_the_current_hyperparameters() -> None:
+    task = regression_net(1, torch.ones(1))
+    la = task.laplace(torch.float32, num_actions=20, sigma_noise=0.3)
+    la.fit(task.loader(torch.float32))
+    at_fit = la.report_.information_captured
+    la.prior_precision = 100.0
+    strong = la.report_.information_captured
+    assert strong == la.posterior.information_captured(la.prior_precision, la._noise_scale) and strong > at_fit + 0.05
+    la.sigma_noise = 3.0
+    assert la.report_.information_captured != strong
+    la.compress(5)
+    assert la.report_.rank == 5 and f"{100 * la.report_.information_captured:.1f} %" in str(la.report_)
