@@ -21,7 +21,6 @@ from ntk_iterncgp.experiments.datasets import Data, Scaling
 from ntk_iterncgp.experiments.evaluation import sweep
 from ntk_iterncgp.experiments.evaluation.baselines import BASELINES
 from ntk_iterncgp.experiments.evaluation.compare import compare_network
-from ntk_iterncgp.experiments.runs.predictor import KernelPredictor
 from ntk_iterncgp.jacobian import autograd as jacobian
 from ntk_iterncgp.jacobian import blocks, layers
 from ntk_iterncgp.jacobian.autograd import Jacobian
@@ -66,8 +65,10 @@ def test_a_line_says_done_total_and_remaining() -> None:
 def test_lines_come_in_time_however_long_a_step_takes_and_stop_with_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reporting, "EVERY_SECONDS", 0.05)
     said: list[str] = []
-    for _ in reported(range(2), "Counting", said.append, total=2, unit="steps"):
-        time.sleep(0.4)  # a single step, several lines
+    for step in reported(range(2), "Counting", said.append, total=2, unit="steps"):
+        deadline = time.monotonic() + 30
+        while len(said) < 3 * (step + 1) and time.monotonic() < deadline:  # a single step, several lines
+            time.sleep(0.01)
     assert len(said) >= 6 and re.match(r"Counting: [012] of 2 steps after \d+ s", said[-1])
     number = len(said)
     time.sleep(0.2)
@@ -125,22 +126,38 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 
 
 @pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of J, and predictions of a kernel, that take some time."""
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work that waits, at its start and after each step, until a line has been shown: on any machine, however busy."""
+    lines: dict[Progress, int] = {}
+    line, start, advance = Progress.line, Progress.start, Progress.advance
 
-    def slowly(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            time.sleep(0.05)
-            return function(*arguments)
+    def counted(progress: Progress) -> str:
+        lines[progress] = lines.get(progress, 0) + 1
+        return line(progress)
 
-        return call
+    def wait(progress: Progress) -> None:
+        before, deadline = lines.get(progress, 0), time.monotonic() + 5
+        while lines.get(progress, 0) < before + 2 and time.monotonic() < deadline:  # the second follows the first
+            if not any(thread.name == "reporting" for thread in threading.enumerate()):
+                return
+            time.sleep(0.001)
 
-    monkeypatch.setattr(Jacobian, "rows", slowly(Jacobian.rows))
-    monkeypatch.setattr(KernelPredictor, "latent", slowly(KernelPredictor.latent))
+    def slow_start(progress: Progress, total: int | None, unit: str) -> None:
+        start(progress, total, unit)
+        if progress.what and progress in lines:  # not where it is made: its thread comes after that
+            wait(progress)
+
+    def slow_advance(progress: Progress, amount: int = 1) -> None:
+        advance(progress, amount)
+        wait(progress)
+
+    monkeypatch.setattr(Progress, "line", counted)
+    monkeypatch.setattr(Progress, "start", slow_start)
+    monkeypatch.setattr(Progress, "advance", slow_advance)
 
 
 @pytest.mark.cli
-@pytest.mark.usefixtures("slow")
+@pytest.mark.usefixtures("unhurried")
 def test_every_long_part_of_an_evaluation_reports_on_the_screen_and_in_the_log(
     run: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,7 +177,7 @@ def test_every_long_part_of_an_evaluation_reports_on_the_screen_and_in_the_log(
 
 
 @pytest.mark.cli
-@pytest.mark.usefixtures("slow")
+@pytest.mark.usefixtures("unhurried")
 def test_an_evaluation_of_targets_and_one_of_a_kernel_report_too(run: Callable[..., str]) -> None:
     log = run("data.task=regression", "data.train=targets.csv", "evaluate.baselines=[map, exact]")
     assert re.search(r"Test inputs: \d+ of 40 inputs", log) and "Fitting: exact linearised Laplace" in log
