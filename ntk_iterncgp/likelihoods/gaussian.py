@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from ntk_iterncgp.likelihoods.base import Likelihood
@@ -16,6 +18,11 @@ class Gaussian(Likelihood):
     has_exact_response = True
 
     def __init__(self, noise: float, num_outputs: int = 1) -> None:
+        if torch.as_tensor(noise).ndim > 0:
+            raise TypeError(
+                "Gaussian expects one noise variance for all data, but got several. Use FixedNoiseGaussian for one for "
+                "each datum."
+            )
         if not (math.isfinite(noise) and noise > 0):
             raise ValueError(
                 f"Gaussian expects a positive, finite noise variance, but got {noise}. Pass for instance noise=0.01."
@@ -30,6 +37,9 @@ class Gaussian(Likelihood):
     def __repr__(self) -> str:
         outputs = f", num_outputs={self.num_outputs}" if self.num_outputs > 1 else ""
         return f"Gaussian(noise={self.variance:g}{outputs})"
+
+    def settings(self) -> dict[str, Any]:
+        return {"noise": self.variance, "num_outputs": self.num_outputs}
 
     def check_targets(self, targets: Tensor) -> Tensor:
         targets = targets.double()
