@@ -9,8 +9,8 @@ and one more where W is singular: `project`, the projection onto the range of W.
 there, so that a direction about which the data say nothing is never conditioned on.
 
 W may depend on the targets, and a likelihood may have parameters of each datum, such as an exposure or a noise: those
-named in `per_datum` have one entry for each datum of the fit. `given` binds a likelihood to the targets, `on` is the same
-likelihood of some of the data. At new inputs, whose exposure nobody knows, a response is that of one unit of exposure.
+named in `per_datum` have one entry for each datum of the fit. `given` binds a likelihood to the targets, `on` is the
+same likelihood of some of the data. At new inputs, whose exposure nobody knows, a response is that of one unit of it.
 """
 
 from __future__ import annotations
@@ -254,6 +254,11 @@ def positive_per_datum(value: float | Sequence[float] | Tensor, name: str, advic
 def described_per_datum(value: Tensor) -> str:
     """A parameter as one reads it: 3, or (200 values)."""
     return f"{value.item():g}" if value.ndim == 0 else f"({len(value)} values)"
+
+
+def is_one(value: Tensor) -> bool:
+    """Whether a parameter is the number 1 for all data."""
+    return value.ndim == 0 and value.item() == 1
 
 
 def column(value: Tensor, latent: Tensor) -> Tensor:  # () or (N,) -> (1, 1) or (N, 1)

@@ -25,6 +25,7 @@ from ntk_iterncgp.likelihoods.quadrature import line_points
 
 LINKS = ("logit", "probit")
 FAR = 1e6  # what is further than that from its level has no probability that a number could hold
+OUTSIDE = 1e10  # in place of infinity, whose derivatives are not numbers
 
 
 class Ordinal(Likelihood):
@@ -98,8 +99,8 @@ class Ordinal(Likelihood):
     def response(self, latent: Tensor) -> Tensor:  # (..., 1) -> (..., K)
         """The probabilities of all levels."""
         edges = self.thresholds.to(latent)
-        infinite = edges.new_full((1,), math.inf)
-        ends = torch.cat([-infinite, edges, infinite]) - latent
+        outside = edges.new_full((1,), OUTSIDE)
+        ends = torch.cat([-outside, edges, outside]) - latent
         return self._log_interval(ends[..., 1:], ends[..., :-1]).exp()
 
     def expected_response(self, mean: Tensor, variance: Tensor) -> Tensor:  # (b, 1), (b, 1) -> (b, K)
@@ -116,15 +117,15 @@ class Ordinal(Likelihood):
             weight = torch.sigmoid(upper) * torch.sigmoid(-upper) + torch.sigmoid(lower) * torch.sigmoid(-lower)
         else:
             at_upper, at_lower = self._densities(upper, lower)
-            slope = torch.where(at_upper > 0, upper * at_upper, 0.0) - torch.where(at_lower > 0, lower * at_lower, 0.0)
+            slope = upper * at_upper - lower * at_lower
             weight = ((at_lower - at_upper).square() + slope).clamp_max(1)  # rounding, far from the level
         return weight.clamp_min(self.curvature_floor)
 
     def _ends(self, latent: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:  # (N, 1), (N, 1)
         """u and l."""
         edges = self.thresholds.to(latent)
-        infinite = edges.new_full((1,), math.inf)
-        edges = torch.cat([-infinite, edges, infinite])
+        outside = edges.new_full((1,), OUTSIDE)
+        edges = torch.cat([-outside, edges, outside])
         latent = latent.clamp(-FAR, FAR)
         return edges[targets + 1][:, None] - latent, edges[targets][:, None] - latent
 

@@ -12,6 +12,7 @@ from ntk_iterncgp.likelihoods.base import (
     Likelihood,
     column,
     described_per_datum,
+    is_one,
     one_dimensional,
     positive_per_datum,
     require,
@@ -36,8 +37,8 @@ class Poisson(Likelihood):
         self.fractional = bool(fractional)
 
     def __repr__(self) -> str:
-        given = [] if self.exposure.ndim == 0 and self.exposure == 1 else [f"exposure={described_per_datum(self.exposure)}"]
-        return f"Poisson({', '.join(given + ['fractional=True'] * self.fractional)})"
+        told = [] if is_one(self.exposure) else [f"exposure={described_per_datum(self.exposure)}"]
+        return f"Poisson({', '.join(told + ['fractional=True'] * self.fractional)})"
 
     def settings(self) -> dict[str, Any]:
         return {"exposure": self.exposure, "fractional": self.fractional}

@@ -1,6 +1,8 @@
 """Counts that are logistic in f: successes in a number of trials, and overdispersed counts.
 
-With the shifted latent value z = f + s and t "trials" both are log p(y | f) = y log σ(z) + (t − y) log σ(−z) + constant:
+With the shifted latent value z = f + s and t "trials" both are, but for a constant,
+
+    log p(y | f) = y log σ(z) + (t − y) log σ(−z)
 
     ∇ = y − tσ(z) = y σ(−z) − (t − y) σ(z)            W = t σ(z) σ(−z) ≥ 0            W⁺ = 1/W
 
@@ -26,6 +28,7 @@ from ntk_iterncgp.likelihoods.base import (
     Likelihood,
     column,
     described_per_datum,
+    is_one,
     one_dimensional,
     positive_per_datum,
     require,
@@ -128,8 +131,8 @@ class Binomial(_Logistic):
 class NegativeBinomial(_Logistic):
     """Counts with mean μ = e·eᶠ and variance μ + αμ², more than a Poisson's; one latent function, log(μ/e).
 
-    W depends on the counts, so a likelihood is bound to them (`given`) before it is asked for W. Predictions are means per
-    unit of exposure: multiply them by the exposure of a new datum.
+    W depends on the counts, so a likelihood is bound to them (`given`) before it is asked for W. Predictions are means
+    per unit of exposure: multiply them by the exposure of a new datum.
 
     Args:
         dispersion: α > 0. As it falls to 0 the likelihood becomes Poisson's.
@@ -149,9 +152,8 @@ class NegativeBinomial(_Logistic):
         self.targets: Tensor | None = None
 
     def __repr__(self) -> str:
-        exposure = self.exposure
-        given = "" if exposure.ndim == 0 and exposure == 1 else f", exposure={described_per_datum(exposure)}"
-        return f"NegativeBinomial(dispersion={self.dispersion:g}{given})"
+        told = "" if is_one(self.exposure) else f", exposure={described_per_datum(self.exposure)}"
+        return f"NegativeBinomial(dispersion={self.dispersion:g}{told})"
 
     def settings(self) -> dict[str, Any]:
         return {"dispersion": self.dispersion, "exposure": self.exposure}
