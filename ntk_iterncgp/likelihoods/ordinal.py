@@ -25,7 +25,7 @@ from ntk_iterncgp.likelihoods.quadrature import line_points
 
 LINKS = ("logit", "probit")
 FAR = 1e6  # what is further than that from its level has no probability that a number could hold
-OUTSIDE = 1e10  # in place of infinity, whose derivatives are not numbers
+OUTSIDE = 1e7  # in place of infinity, whose derivatives are not numbers
 
 
 class Ordinal(Likelihood):
