@@ -114,7 +114,7 @@ class GPClassifier(ClassifierMixin, _GPEstimator):
         check_classification_targets(y)
         self.classes_, numbers = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
-            raise ValueError(f"GPClassifier needs labels of at least two classes; got one class, {self.classes_[0]!r}.")
+            raise ValueError(f"GPClassifier needs labels of at least two classes; got one class, '{self.classes_[0]}'.")
         likelihood = Bernoulli() if len(self.classes_) == 2 else Softmax(len(self.classes_))
         self._fit(X, torch.tensor(numbers), likelihood, 0.0, 4.0)
         return self
@@ -129,7 +129,8 @@ class GPClassifier(ClassifierMixin, _GPEstimator):
 
     def predict(self, X: ArrayLike) -> NDArray:
         """The most probable label of each input."""
-        return self.classes_[self.predict_proba(X).argmax(1)]
+        best = self.predict_proba(X).argmax(1)
+        return self.classes_[best]
 
 
 class GPRegressor(RegressorMixin, _GPEstimator):

@@ -214,12 +214,12 @@ def _observation_band(likelihood: Any, mean: Tensor, variance: Tensor, level: fl
     for count in range(MAX_COUNT):
         counts = mean.new_full((latent.numel(),), count)
         p = one.log_prob(latent.reshape(-1, 1), counts).exp().reshape(latent.shape)
-        low += (below < (1 - level) / 2).double() * (count > 0)
-        high += (below < (1 + level) / 2).double() * (count > 0)
-        below = below + (weights * p).sum(1)
+        below = below + (weights * p).sum(1)  # the probability of this count or fewer
+        low += (below < (1 - level) / 2).double()
+        high += (below < (1 + level) / 2).double()
         if bool((below >= (1 + level) / 2).all()):
             break
-    return (low - 1 + (low == 0).double()).clamp_min(0), high
+    return low, high
 
 
 def _class_curves(gp: Any, ax: Any, at: Tensor, horizontal: Any) -> None:
