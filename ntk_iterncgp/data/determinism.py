@@ -21,9 +21,21 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe
 
-from ntk_iterncgp.data.augmentation import FrozenReader, WorkerInit, Wraps, key_of, random_state, seed_from, undisturbed
-from ntk_iterncgp.data.inputs import Inputs, equal, slice_rows
-from ntk_iterncgp.data.order import FixedBatches, MapStyle, as_it_is
+from ntk_iterncgp.data.order import (
+    FixedBatches,
+    FrozenReader,
+    Inputs,
+    MapStyle,
+    WorkerInit,
+    Wraps,
+    as_it_is,
+    equal,
+    key_of,
+    random_state,
+    seed_from,
+    slice_rows,
+    undisturbed,
+)
 
 TRIAL_KEY = 1  # not that of a sweep: what depends on the seed of its worker shall come out different
 NUM_MIXES, MIX_ROWS = 8, 8

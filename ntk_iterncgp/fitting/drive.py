@@ -7,12 +7,15 @@ last state of a fit; to resume, from a saved one.
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from tqdm.auto import tqdm
@@ -20,7 +23,6 @@ from tqdm.auto import tqdm
 from ntk_iterncgp.fitting.report import Record
 from ntk_iterncgp.persistence.checkpoint import UNSAVED, CheckpointSession, unusable
 from ntk_iterncgp.runtime import parallel
-from ntk_iterncgp.runtime.interrupt import Interrupt, interruptible
 from ntk_iterncgp.solver.stopping import Status
 
 
@@ -276,3 +278,35 @@ class _Bar:
 
     def close(self) -> None:
         self.bar.close()
+
+
+# --- Ctrl-C -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Interrupt:
+    """Whether the user has asked to stop."""
+
+    requested: bool = False
+
+
+@contextmanager
+def interruptible() -> Iterator[Interrupt]:
+    """While open, Ctrl-C sets a flag. Signals belong to the main thread: elsewhere nothing changes, nor where Ctrl-C is
+    ignored or handled by something other than Python."""
+    interrupt = Interrupt()
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None):
+        yield interrupt
+        return
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        if interrupt.requested:
+            raise KeyboardInterrupt
+        interrupt.requested = True
+
+    previous = signal.signal(signal.SIGINT, handle)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ntk_iterncgp.fitting.drive import Budget, Trajectory, drive
-from ntk_iterncgp.fitting.fingerprints import checked_digests
-from ntk_iterncgp.fitting.linearised import (
+from ntk_iterncgp.fitting.network import (
     PRODUCT_EPOCHS,
     LinearisedNetwork,
     NetworkFit,
@@ -20,7 +19,9 @@ from ntk_iterncgp.fitting.linearised import (
 from ntk_iterncgp.fitting.network_check import check_posterior
 from ntk_iterncgp.fitting.self_check import checked
 from ntk_iterncgp.fitting.solver_run import SolverRun, Steps, solver_report
+from ntk_iterncgp.likelihoods.base import CurvatureAt
 from ntk_iterncgp.persistence.checkpoint import UNSAVED, CheckpointSession
+from ntk_iterncgp.persistence.fingerprint import checked_digests
 from ntk_iterncgp.posterior.weight_space import WeightPosterior
 from ntk_iterncgp.priors.ntk import NetworkImages, NTKPrior, sweep_outputs
 from ntk_iterncgp.solver import (
@@ -191,7 +192,7 @@ def _weight_posterior(state: State, network: LinearisedNetwork, refined: bool) -
     prior, images = state.problem.prior, state.buffer.images
     assert isinstance(prior, NTKPrior) and isinstance(images, NetworkImages)
     capacity = len(images.weights.storage)
-    diagonal = prior.curvature_diagonal(state.problem.curvature_product(state.latent))
+    diagonal = prior.curvature_diagonal(CurvatureAt(state.problem.likelihood, state.latent))
     posterior = WeightPosterior(
         images=images.weights.matrix.clone() if images.size < capacity else images.weights.matrix,
         noise_gram=(_with_rounding(state.noise_gram) if refined else state.noise_gram) / noise_scale,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields, replace
+from typing import Any
 
 import torch
 from laplace.baselaplace import BaseFunctionalLaplace
@@ -13,24 +14,18 @@ from laplace.utils.enums import Likelihood
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ntk_iterncgp.data.fixed_order import FixedOrderData, Inputs, evaluating
-from ntk_iterncgp.data.probe import FirstBatch
-from ntk_iterncgp.fitting.network import (
-    Budget,
-    Cost,
-    LinearisedNetwork,
-    NetworkFit,
-    NetworkSettings,
-    estimate_cost,
-    fit_network,
-    refine_network,
-)
+from ntk_iterncgp.data.fixed_order import FirstBatch, FixedOrderData, Inputs, evaluating
+from ntk_iterncgp.fitting.cluster_run import fit_by_clusters, refine_by_clusters
+from ntk_iterncgp.fitting.cost import Cost, check_memory, check_memory_to_refine, estimate_cost, room_for_data
+from ntk_iterncgp.fitting.drive import Budget
+from ntk_iterncgp.fitting.network import LinearisedNetwork, NetworkFit, NetworkSettings
+from ntk_iterncgp.fitting.newton_fit import fit_by_products, refine_by_products
 from ntk_iterncgp.fitting.report import FitReport
 from ntk_iterncgp.jacobian.base import NetworkJacobian
 from ntk_iterncgp.jacobian.rows import Rows
-from ntk_iterncgp.laplace_torch.checks import check_hyperparameters
-from ntk_iterncgp.laplace_torch.saving import fingerprint, flatten, identity, same_fingerprint
+from ntk_iterncgp.laplace_torch.hyperparameters import check_hyperparameters
 from ntk_iterncgp.persistence.checkpoint import Checkpoint, open_session
+from ntk_iterncgp.persistence.fingerprint import described, digest
 from ntk_iterncgp.posterior.weight_space import ConditionedPosterior, WeightPosterior
 from ntk_iterncgp.runtime import parallel
 from ntk_iterncgp.runtime.threads import exclusively
@@ -167,7 +162,10 @@ class FittedNetwork(BaseFunctionalLaplace):
         with exclusively(self.model), evaluating(self.model):
             network = self._network(train_loader)
             session = open_session(checkpoint, "fit", lambda: identity(self, network))
-            self._take(fit_network(network, self.settings, progress_bar=progress_bar, session=session))
+            cost = estimate_cost(network, self.settings, timed=False)
+            network.data.keep_bytes = room_for_data(check_memory(cost))
+            fit = fit_by_clusters if self.settings.in_groups else fit_by_products
+            self._take(fit(network, self.settings, progress_bar=progress_bar, session=session))
 
     @parallel.together()
     def refine(
@@ -198,9 +196,10 @@ class FittedNetwork(BaseFunctionalLaplace):
         with exclusively(self.model), evaluating(self.model):
             network, fitted = self._network(train_loader), self._fit
             session = open_session(checkpoint, "refine", lambda: identity(self, network, fitted, budget))
-            self._take(
-                refine_network(fitted, network, self.settings, budget, progress_bar=progress_bar, session=session)
-            )
+            fitted.first_batch.check_same(network.first_batch)
+            network.data.keep_bytes = room_for_data(check_memory_to_refine(fitted, network, self.settings, budget))
+            refine = refine_by_clusters if self.settings.in_groups else refine_by_products
+            self._take(refine(fitted, network, self.settings, budget, progress_bar=progress_bar, session=session))
 
     def estimate_cost(self, train_loader: DataLoader) -> Cost:
         """Seconds, epochs and memory of a fit and of predictions, from timing one batch; prints as a table."""
@@ -302,3 +301,56 @@ def _require_one_device(model: nn.Module) -> None:
             f"All parameters and buffers of the model must be on one device, with values; got {where}. Try "
             "model.to(device) for the whole model (from meta: load its weights first); the data follow it."
         )
+
+
+# --- by what a model and a run are recognised ------------------------------------------------------------------------
+
+
+def flatten(parameters: Mapping[str, Tensor]) -> Tensor:  # (P,)
+    """The weights as one vector."""
+    return torch.cat([value.detach().flatten() for value in parameters.values()])
+
+
+def fingerprint(model: nn.Module) -> Tensor:  # (tensors, 2)
+    """Two sums over each parameter and buffer, on the CPU: what a model is, in a few numbers."""
+    rows = []
+    for value in (*model.parameters(), *model.buffers()):
+        flat = value.detach().double().flatten()
+        ramp = torch.linspace(1, 2, max(1, len(flat)), dtype=torch.float64, device=flat.device)[: len(flat)]
+        rows.append(torch.stack([flat.abs().sum(), flat @ ramp]))
+    return torch.stack(rows).cpu()
+
+
+def same_fingerprint(one: Tensor, other: Tensor) -> bool:
+    """Up to the rounding of sums in another order."""
+    return one.shape == other.shape and torch.allclose(one, other.to(one), rtol=1e-9, atol=1e-12)
+
+
+def identity(
+    la: FittedNetwork, network: LinearisedNetwork, fitted: NetworkFit | None = None, budget: Budget | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """By what a checkpoint is known again: settings of a fit, or of a refine and where it begins; and the model."""
+    own = {f.name: getattr(la.settings, f.name) for f in fields(la.settings)}
+    if own["cotangents"] is None and network.classification:
+        own["cotangents"] = 1  # which it means, and what earlier checkpoints say
+    if la.settings.in_groups:
+        own["policy"] = None  # as in earlier checkpoints
+    stopping, options = asdict(own.pop("stopping")), asdict(own.pop("options"))
+    settings = {
+        "flavour": type(la).__name__,
+        "likelihood": str(Likelihood(la.likelihood).value),
+        **described(own | stopping | options),
+        "prior_precision": described(network.prior_precision),
+        "prior_mean": described(network.prior_mean),
+        "noise_scale": float(network.noise_scale),
+        "weights": sum(network.layer_sizes),
+        "batch_size": network.data.batch_size,
+        "batches": len(network.data),
+        "dtype": str(network.jacobian.dtype),
+        "device": network.jacobian.device.type,
+    }
+    if fitted is not None and budget is not None:
+        settings |= {"epochs": budget.epochs, "seconds": budget.seconds, "epochs_before": fitted.report.epochs}
+        settings |= {"starts_from": described([fitted.posterior.noise_gram, fitted.posterior.images])}
+    model = {name: digest(value) for name, value in (*la.model.named_parameters(), *la.model.named_buffers())}
+    return settings, model

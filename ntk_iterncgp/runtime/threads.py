@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from torch.backends import cuda, mha
 
@@ -86,3 +87,11 @@ def plain_attention() -> Iterator[None]:
 
     with together(ATTENTION, enter, leave):  # and not `sdpa_kernel`, which the thread that entered it must leave
         yield
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[Any]:
+    """Without autocast: a variance is a difference of numbers that are nearly the same, and half of their digits, which
+    is enough for a forward pass, leaves one that is far too small."""
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)

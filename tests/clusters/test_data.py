@@ -296,24 +296,6 @@ def test_long_features_are_shortened() -> None:
     assert float((joint_variance(la, x) - case.exact(x)).diagonal().min()) > 0
 
 
-def test_many_classes_take_no_matrix_for_each_datum(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ntk_iterncgp.priors import ntk
-
-    monkeypatch.setattr(ntk, "TRACE_ENTRIES", 30)
-    generator = torch.Generator().manual_seed(0)
-    latent = torch.randn(11, 5, generator=generator, dtype=torch.float64)
-    p, largest = latent.softmax(1), []
-
-    def curvature(rows: Any, block: Tensor) -> Tensor:
-        largest.append(block.numel())
-        pi = p[rows][..., None]
-        return pi * block - pi * (pi * block).sum(1, keepdim=True)
-
-    traces = ntk.curvature_traces(curvature, 11, 5, CPU)
-    close(traces, (p * (1 - p)).sum(1), 1e-12)
-    assert max(largest) <= 50
-
-
 def test_a_data_set_of_one() -> None:
     case = Net(net().model, "classification", net().x[:1], net().y[:1])
     la = fitted_on(case, DataLoader(TensorDataset(case.x, case.y)), cotangents=2)

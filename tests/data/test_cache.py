@@ -8,8 +8,7 @@ from laplace import Laplace
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from ntk_iterncgp.data.cache import Kept
-from ntk_iterncgp.data.fixed_order import FixedOrderData
+from ntk_iterncgp.data.fixed_order import FixedOrderData, Kept
 from ntk_iterncgp.fitting import cost
 
 N = 50

@@ -13,8 +13,7 @@ from laplace import Laplace
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ntk_iterncgp.clusters.clusters import Clusters
-from ntk_iterncgp.clusters.passes import PADDING, padded_size
+from ntk_iterncgp.clusters.clusters import PADDING, Clusters, padded_size
 from ntk_iterncgp.fitting import cost as cost_module
 from ntk_iterncgp.fitting.cost import activation_bytes
 from ntk_iterncgp.jacobian.autograd import Jacobian
@@ -30,7 +29,7 @@ import torch
 from laplace import Laplace
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from ntk_iterncgp.jacobian import trace
+from ntk_iterncgp.priors import rows as rows_room
 
 def status(name):
     with open("/proc/self/status") as file:

@@ -19,10 +19,10 @@ from ntk_iterncgp.experiments.config import ConfigError, RunConfig, as_plain, as
 from ntk_iterncgp.experiments.datasets import labels_of
 from ntk_iterncgp.experiments.evaluation.stopwatch import Stopwatch
 from ntk_iterncgp.experiments.runs.flavour import make_flavour
-from ntk_iterncgp.fitting.fingerprints import data_digests
 from ntk_iterncgp.jacobian.autograd import as_outputs
 from ntk_iterncgp.persistence.checkpoint import Checkpoint, open_session
 from ntk_iterncgp.persistence.files import write_atomically
+from ntk_iterncgp.persistence.fingerprint import data_digests
 from ntk_iterncgp.persistence.locks import FolderLock
 from ntk_iterncgp.runtime import parallel
 
