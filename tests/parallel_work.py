@@ -248,7 +248,7 @@ def ragged_batches() -> list[list[tuple[int, ...]]]:
     return [[tuple(block.shape) for block in batch] for batch in found]
 
 
-# --- killed and taken up --------------------------------------------------------------------------------------------
+# --- killed and resumed ---------------------------------------------------------------------------------------------
 
 
 def saving(folder: str, said: list[str]) -> Checkpoint:

@@ -1,6 +1,6 @@
 """The one-epoch posterior: data and directions in groups, and one action per group.
 
-With a direction u for each item i, which is a datum n(i) looked at in one direction, and s_b = Σ_{i∈b} W_n u_i,
+With a direction u for each item i, which is a datum n(i) visited in one direction, and s_b = Σ_{i∈b} W_n u_i,
 
     A_b = Σ_{i∈b} J_nᵀ W_n u_i     one backward pass per group: one forward+backward epoch for as many items as data
     R   = UᵀWU                     no product with J, no 1/π, no matrix of n rows
@@ -8,19 +8,19 @@ With a direction u for each item i, which is a datum n(i) looked at in one direc
 which is all that a `WeightPosterior` needs. Directions of one datum are orthogonal in W, so within the first pass R is
 diagonal; between two passes it has blocks that are not.
 
-The first pass goes where the curvature is (`worth_looking`): of all data and directions those with the largest parts of
-tr(W), 0.6 for each datum, so that decided data have none and others up to four; as many as actions where these are more
-than data (60 digits, ReLU 64-16-10, 200 actions: 82 % of the exact contraction, with one for each datum 60 %). On 800
-digits, five seeds, the share of the exact contraction of the variance at new inputs with 20, 50, 100 and 500 actions
-(for 500, more looks):
+The first pass goes where the curvature is (`first_directions`): of all data and directions those with the largest parts
+of tr(W), 0.6 for each datum, so that saturated data have none and others up to four; as many as actions where these are
+more than data (60 digits, ReLU 64-16-10, 200 actions: 82 % of the exact contraction, with one for each datum 60 %). On
+800 digits, five seeds, the fraction of the exact contraction of the variance at new inputs with 20, 50, 100 and 500
+actions (for 500, more visits):
 
-    tanh 64-32-10   one direction for each undecided datum   58.7   69.9   80.5   86.8 %   1.06 epochs
+    tanh 64-32-10   one direction for each uncertain datum   58.7   69.9   80.5   86.8 %   1.06 epochs
                     where the curvature is                   61.1   72.7   84.0   94.1 %   0.93, and 1.33 for 500
-    ReLU 64-16-10   one direction for each undecided datum   71.1   80.3   88.0   92.3 %   1.07 epochs
+    ReLU 64-16-10   one direction for each uncertain datum   71.1   80.3   88.0   92.3 %   1.07 epochs
                     where the curvature is                   73.4   82.6   90.4   96.2 %   0.93, and 1.33 for 500
 
 An action may have any number of rows that are zero, so the variance is not below the exact one. With `cotangents` > 1
-each undecided datum has so many, from one forward pass.
+each uncertain datum has so many, from one forward pass.
 
 A further pass takes the next direction of all data in other groups, and after these random directions. On both networks
 (two seeds, 100 actions in each pass) one, two and three passes get 87.9, 91.2 and 93.3 %.
@@ -41,15 +41,15 @@ from torch import Tensor
 from ntk_iterncgp.clusters.grouping import (
     along,
     cotangents_each,
+    first_directions,
     group,
     groups_for,
     has_choice,
     next_directions,
-    worth_looking,
 )
 from ntk_iterncgp.data.fixed_order import FixedOrderData, Inputs, slice_rows
 from ntk_iterncgp.jacobian.base import NetworkJacobian
-from ntk_iterncgp.likelihoods import Likelihood
+from ntk_iterncgp.likelihoods.base import Likelihood
 from ntk_iterncgp.linalg.factor import (
     best_combinations,
     block_matrix,
@@ -68,7 +68,7 @@ class Pass:
     """Groups of data, with q directions for each: q·B actions. Filled in place while data are swept.
 
     A datum may be in it several times, each time with another direction and maybe in another group, or not at all.
-    The directions are scaled so that each action has unit noise, sᵀW⁺s = 1: a group of decided data then does not
+    The directions are scaled so that each action has unit noise, sᵀW⁺s = 1: a group of saturated data then does not
     vanish beside the others in rounding.
     """
 
@@ -79,7 +79,7 @@ class Pass:
     swept: Tensor  # which are in A already (m,)
     checksums: Tensor  # A h for a fixed h, summed on the way (q·B,), float64: what A is compared with in the end
     by_group: bool = False  # the data are visited group by group
-    num_kept: int | None = None  # how many combinations of the groups' actions are kept; None: each of them by itself
+    num_kept: int | None = None  # how many combinations of the groups' actions are retained; None: each by itself
 
     SUMS: ClassVar[tuple[str, ...]] = ("images", "checksums")
     """What is summed over data. Of several processes each has its own part of it while a sweep goes on."""
@@ -175,13 +175,13 @@ class Actions:
     swept: list[int]  # how much that was, of each pass
     combinations: list[Tensor | None]  # of the groups' actions (groups, actions), pass by pass; None: each by itself
     images: list[Tensor]  # A, pass by pass
-    noise_gram: Tensor  # R (B, B), between those kept
+    noise_gram: Tensor  # R (B, B), between those retained
     kept: Tensor  # which of all are independent (B,)
 
 
 @dataclass(eq=False)
 class Clusters:
-    """The groups of one data set and what has been swept of them: enough to go on, without the data."""
+    """The groups of one data set and what has been swept of them: enough to resume, without the data."""
 
     likelihood: Likelihood  # with unit noise; noise and temperature scale R later
     outputs: Tensor  # f(X; θ*) (N, C), float64
@@ -199,7 +199,7 @@ class Clusters:
         self.likelihood = self.likelihood.for_prior_variance(1e20)
 
     def copy(self) -> Clusters:
-        """To go on with, while this one stays as it is."""
+        """To continue with, while this one stays as it is."""
         return replace(
             self,
             passes=list(self.passes),
@@ -261,7 +261,7 @@ class Clusters:
         num_groups = -(-num_actions // number)
         is_chosen = not self.passes and has_choice(self.likelihood, number, num_actions // number, len(self.outputs))
         if is_chosen:
-            rows, directions = worth_looking(self.likelihood, self.outputs, number, num_groups, self.generator)
+            rows, directions = first_directions(self.likelihood, self.outputs, number, num_groups, self.generator)
         else:
             rows, directions = torch.arange(len(self.outputs), device=self.outputs.device), self.directions(number)
         is_enough = max_epochs is None or epochs_of(len(rows), number, len(self.outputs)) <= max_epochs + 1e-9
@@ -340,7 +340,7 @@ class Clusters:
         self.latest = None
 
     def summed(self) -> Clusters:
-        """As if the sweep that is going on were finished; it goes on from what it has."""
+        """As if the current sweep were finished; it continues from what it has."""
         if parallel.num_processes() == 1:
             return self
         *done, last = self.passes
@@ -376,7 +376,7 @@ class Clusters:
         return torch.block_diag(*blocks)[found.kept][:, found.kept]
 
     def keep_all(self) -> None:
-        """Of a pass that is cut short each group stays as it is: what is made of all of them later might say less about
+        """Of an unfinished pass each group stays as it is: what is made of all of them later might say less about
         some input than these do, and the variance shall only fall."""
         self.passes[-1].num_kept = self.latest = None
 

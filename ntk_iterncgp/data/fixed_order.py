@@ -1,9 +1,9 @@
 """The training data, the same rows in the same order on every sweep.
 
 K = J Λ⁻¹ Jᵀ is only a matrix if its rows stay where they are. A loader that shuffles is drawn from once, and its
-batches are then walked in that order; random augmentation is frozen (`frozen.py`); a model is put in eval mode for the
+batches are then walked in that order; random augmentation is frozen (`order.py`); a model is put in eval mode for the
 time of a sweep. Whatever still changes from one sweep to the next (augmentation that cannot be frozen, dropout that
-ignores eval mode, batch statistics) would make every product inconsistent with the others: `probe.py` looks for it.
+ignores eval mode, batch statistics) would make every product inconsistent with the others: `Probe` looks for it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from ntk_iterncgp.runtime import parallel
 from ntk_iterncgp.runtime.threads import enter_eval_mode, full_precision, leave_eval_mode, together
 
 
-class Kept:
-    """Fills up while a sweep goes on, batch by batch."""
+class Cache:
+    """Fills up during a sweep, batch by batch."""
 
     def __init__(self, num_data: int, max_bytes: int) -> None:
         self.num_data, self.max_bytes = num_data, max_bytes
@@ -45,7 +45,7 @@ class Kept:
         self._filled = 0
 
     def add(self, batch: Any) -> bool:
-        """False for a batch that cannot be kept, and then none can."""
+        """False for a batch that cannot be cached, and then none can."""
         if not isinstance(batch, (list, tuple)) or not all(map(_is_rows, batch)):
             return False
         if self._first is None:  # alone it may be a probe, for which nothing shall be set aside
@@ -71,7 +71,7 @@ class Kept:
         return 0 < self._filled == self.num_data
 
     def as_source(self, like: MapStyle) -> tuple[FixedBatches, MapStyle]:
-        """The same batches, and the same data in any order, from memory: with the draw of the sweep that was kept."""
+        """The same batches, and the same data in any order, from memory: with the draw of the sweep that was cached."""
         rows = range(self.num_data)
         settings = {"num_workers": 0, "collate_fn": default_collate, "pin_memory": like.settings["pin_memory"]}
         batches = BatchSampler(rows, like.batch_size, drop_last=False)
@@ -79,7 +79,7 @@ class Kept:
         return FixedBatches(source.read(batches), len(batches), source), source
 
 
-def worth_keeping(source: MapStyle | None) -> bool:
+def worth_caching(source: MapStyle | None) -> bool:
     """What is in memory already is not."""
     if source is None or source.settings["collate_fn"] is not default_collate:
         return False
@@ -112,7 +112,7 @@ class FixedOrderData:
         source = self._batches.source if isinstance(self._batches, FixedBatches) else None
         self._source = source if source is not None and source.indices else None  # what can be visited in any order
         self.dataset = getattr(loader, "dataset", loader)
-        self.keep_bytes = 0  # how much may be kept of a first sweep
+        self.keep_bytes = 0  # how many bytes of a first sweep may be cached
 
     def __len__(self) -> int:
         """The number of batches."""
@@ -125,15 +125,15 @@ class FixedOrderData:
 
     def batches(self) -> Iterator[tuple[Inputs, Tensor]]:
         """One sweep, on the device."""
-        source, kept = self._source, None
-        if source is not None and self.keep_bytes and worth_keeping(source):
-            kept = Kept(len(source.indices), self.keep_bytes)
+        source, cached = self._source, None
+        if source is not None and self.keep_bytes and worth_caching(source):
+            cached = Cache(len(source.indices), self.keep_bytes)
         for batch in self._batches:
-            if kept is not None and not kept.add(batch):
-                kept = None
+            if cached is not None and not cached.add(batch):
+                cached = None
             yield self.split(batch)
-        if source is not None and kept is not None and kept.is_complete:
-            self._batches, self._source = kept.as_source(source)
+        if source is not None and cached is not None and cached.is_complete:
+            self._batches, self._source = cached.as_source(source)
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -203,14 +203,14 @@ class FixedOrderData:
         if isinstance(batch, Mapping):
             if self.dict_key_y not in batch:
                 raise ValueError(
-                    f"A batch that is a mapping is expected to hold targets under {self.dict_key_y!r} (dict_key_y), "
-                    f"but this one has the keys {sorted(map(str, batch))}. Set dict_key_y to the right one."
+                    f"A batch that is a mapping must have targets under {self.dict_key_y!r} (dict_key_y); got the keys "
+                    f"{sorted(map(str, batch))}. Try dict_key_y with one of these."
                 )
             return to_device(batch, self.device), to_device(batch[self.dict_key_y], self.device)
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise ValueError(
-                f"Each batch is expected to be a pair (x, y) or a mapping, but got {type(batch).__name__}"
-                f"{f' of length {len(batch)}' if isinstance(batch, (tuple, list)) else ''}."
+                f"Each batch must be a pair (x, y) or a mapping; got {type(batch).__name__}"
+                f"{f' of length {len(batch)}' if isinstance(batch, (tuple, list)) else ''}. Try another collate_fn."
             )
         return to_device(batch[0], self.device), to_device(batch[1], self.device)
 
@@ -231,8 +231,12 @@ class FixedOrderData:
 
     @cached_property
     def findings(self) -> Findings:
-        """What reading the first batch a few times says about the data."""
-        return examine(self._opened, self.split, self.num_rows)
+        """What reading the first batch a few times says about the data. Plain tensors, and batches that are in memory,
+        need not be read."""
+        batches = self._opened
+        if not isinstance(batches, FixedBatches) or (batches.source is not None and batches.source.tensors is not None):
+            return Findings()
+        return examine(batches, self.split, self.num_rows)
 
     def visit(self, batches: Sequence[Tensor]) -> Iterator[tuple[Inputs, Tensor]]:
         """Batches of chosen rows, given by their numbers in the fixed order, read straight from the dataset."""
@@ -349,7 +353,7 @@ class Probe:
         if not bool(torch.isfinite(outputs).all()):
             raise ValueError(
                 "The model must return finite outputs; got NaN or infinity on the first batch. Try smaller inputs, and "
-                "look at its weights."
+                "check its weights."
             )
         if not torch.equal(outputs, repeated):
             raise ValueError(

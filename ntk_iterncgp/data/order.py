@@ -46,24 +46,21 @@ def slice_rows(x: Inputs, part: slice | Tensor, num_rows: int) -> Inputs:
         key: value[part] if isinstance(value, Tensor) and value.ndim and len(value) == num_rows else value
         for key, value in x.items()
     }
-    return _rebuilt(x, sliced)
-
-
-def _rebuilt(like: Inputs, items: dict[Any, Any]) -> Inputs:
-    """A mapping of the same kind: models may read it by attribute."""
-    return type(like)(items)
+    kind: Any = type(x)
+    return kind(sliced)  # a mapping of the same kind: models may read it by attribute
 
 
 def to_device(x: Inputs, device: torch.device) -> Inputs:
     """The inputs where the model is; as in training, data may come from another device."""
     if isinstance(x, Mapping):
-        return _rebuilt(x, {key: to_device(value, device) for key, value in x.items()})
+        kind: Any = type(x)
+        return kind({key: to_device(value, device) for key, value in x.items()})
     if not isinstance(x, Tensor):
         return x
     if x.is_meta and device.type != "meta":
         raise ValueError(
-            f"Expected data with values, to be moved to the model's device {device}, but got a tensor on the meta "
-            "device, which holds a shape and no values. Load the data on a real device."
+            f"The data must have values, to be moved to the model's device {device}; got a tensor on the meta device, "
+            "which has a shape and no values. Try to load the data on a real device."
         )
     return x.to(device)
 
@@ -281,8 +278,14 @@ class MapStyle:
 
     @property
     def tensors(self) -> TensorsAtOnce | None:
-        """The data, where they are plain tensors: then nothing about them is random."""
-        return _tensors_of(self.dataset) if self.is_batched and not self.collates_by_itself else None
+        """The data, where they are plain tensors: then nothing about them is random. A subclass may do anything."""
+        dataset: Any = self.dataset
+        indices: Tensor | None = None
+        if not self.is_batched or self.collates_by_itself:
+            return None
+        if type(dataset) is Subset:
+            dataset, indices = dataset.dataset, torch.as_tensor(dataset.indices)
+        return TensorsAtOnce(dataset.tensors, indices) if type(dataset) is TensorDataset else None
 
     def read(self, batches: Any) -> DataLoader:
         """A loader of these batches, with frozen random numbers. Tensors are indexed by a whole batch: datum by datum
@@ -324,8 +327,8 @@ def in_fixed_order(loader: DataLoader | Sequence[Any]) -> FixedBatches | Sequenc
     if not isinstance(loader, DataLoader):
         if not isinstance(loader, Sequence):
             raise TypeError(
-                f"The training data are expected as a torch DataLoader or a list of batches, since they are swept "
-                f"several times, but got {type(loader).__name__}."
+                f"The training data must be a torch DataLoader or a list of batches, to be swept several times; "
+                f"got {type(loader).__name__}. Try list(batches)."
             )
         return _nonempty(loader if isinstance(loader, (list, tuple)) else FixedBatches(loader, len(loader)))
     if isinstance(loader.dataset, IterableDataset) or type(loader).__iter__ is not DataLoader.__iter__:
@@ -344,8 +347,8 @@ def _stream(loader: DataLoader) -> FixedBatches:
     length = _length_of(loader)
     if length is None:
         raise ValueError(
-            "An IterableDataset is expected to know its length, so that costs can be told and rows be numbered, "
-            "but this one does not. Give it a __len__, or use a map-style dataset."
+            "An IterableDataset must know its length, so that costs can be estimated and rows be numbered; got one "
+            "without. Try to give it a __len__, or a map-style dataset."
         )
     return _nonempty(FixedBatches(loader, length))
 
@@ -418,15 +421,6 @@ class TensorsAtOnce(Dataset):
         return [tensor[rows.to(tensor.device)] for tensor in self._tensors]
 
 
-def _tensors_of(dataset: Any) -> TensorsAtOnce | None:
-    """None for what may do more than index: a subclass may do anything."""
-    if type(dataset) is TensorDataset:
-        return TensorsAtOnce(dataset.tensors, None)
-    if type(dataset) is Subset and type(dataset.dataset) is TensorDataset:
-        return TensorsAtOnce(dataset.dataset.tensors, torch.as_tensor(dataset.indices))
-    return None
-
-
 def as_it_is(batch: Any) -> Any:
     return batch
 
@@ -440,11 +434,11 @@ def _length_of(data: Any) -> int | None:
 
 def _nonempty(batches: Any) -> Any:
     if len(batches) == 0:
-        raise ValueError("The training data are expected to hold at least one batch, but the loader is empty.")
+        raise ValueError("The training data must hold at least one batch; got an empty loader. Try other data.")
     return batches
 
 
-# --- what the user is told ----------------------------------------------------------------------------------------
+# --- warnings ----------------------------------------------------------------------------------------------------
 
 
 def _report_drop_last(dataset: Any, batch_size: int | None, num_data: int | None, *, is_overruled: bool) -> None:

@@ -1,7 +1,7 @@
 """The one-epoch posterior as a run: a forward sweep, the groups, one backward sweep; then as many passes as are asked.
 
 The meter needs tr(W K), which is known before the backward sweep begins, so it can be read on the way. Stopped at any
-time, by Ctrl-C or by a budget, the posterior is that of the data swept so far, and `refine` goes on with the rest.
+time, by Ctrl-C or by a budget, the posterior is that of the data swept so far, and `refine` resumes with the rest.
 
 Several processes take turns with the batches. States come after each round, when all have done as many.
 """
@@ -107,7 +107,7 @@ class ClusterState:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any], network: LinearisedNetwork) -> ClusterState:
-        """What was saved, after a look whether it can be of this network."""
+        """What was saved, after a check that it can be of this network."""
         device = network.jacobian.device
         outputs = _checked(saved["outputs"], "outputs", torch.float64, device)
         N, C = outputs.shape
@@ -159,7 +159,7 @@ def _pass(saved: Mapping[str, Any], network: LinearisedNetwork, shape: tuple[int
     if not bool(((done.rows >= 0) & (done.rows < N)).all() & (done.rows.diff() >= 0).all()):
         raise ValueError("data that do not exist, or in another order")
     if type(done.by_group) is not bool or not (done.num_kept is None or _count(done.num_kept) >= 1):
-        raise ValueError("actions that cannot be kept")
+        raise ValueError("a number of actions that cannot be")
     return done
 
 
@@ -283,7 +283,7 @@ def refine_by_clusters(
     progress_bar: bool,
     session: CheckpointSession = UNSAVED,
 ) -> NetworkFit:
-    """Finish a pass that was cut short, then passes in other directions and other groups."""
+    """Finish an unfinished pass, then passes in other directions and other groups."""
     state, report = fitted.state, fitted.report
     assert isinstance(state, ClusterState)
     digests = checked_digests(session, network.data)
@@ -347,12 +347,12 @@ class ClusterRun(Run[AnyState]):
         network, data, device = self.network, self.network.data, self.network.jacobian.device
         with batch_features(network.jacobian) as features_of:
 
-            def look(x: Inputs, y: Tensor) -> tuple[Tensor, ...]:
+            def visit(x: Inputs, y: Tensor) -> tuple[Tensor, ...]:
                 outputs = network.jacobian.forward(x)
                 digests = (batch_digests(data, x, y).to(device),) if self.is_saved else ()
                 return outputs, y, features_of(x, outputs), *digests
 
-            for batch in data.each_batch(look, skip=len(state.batches)):
+            for batch in data.each_batch(visit, skip=len(state.batches)):
                 state.batches.append(batch)
                 yield state
         columns = list(zip(*state.batches, strict=True))
@@ -372,7 +372,7 @@ class ClusterRun(Run[AnyState]):
         return ClusterState(clusters, diagonal, plan.is_exact, epochs=1 / 3, digests=digests)
 
     def _begin_pass(self, state: ClusterState) -> ClusterState:
-        """The one that was cut short, or a new one."""
+        """The unfinished one, or a new one."""
         clusters, jacobian = state.clusters, self.network.jacobian
         rank = clusters.rank if clusters.passes else 0
         was_cut_short = bool(clusters.passes) and not clusters.passes[-1].is_complete
@@ -414,7 +414,7 @@ class ClusterRun(Run[AnyState]):
         return replace(state, passes=state.passes + 1, position=position, is_reading_due=True)
 
     def stop(self, state: AnyState) -> ClusterState:
-        """With the sums of all processes; of a pass that was cut short each group stays an action."""
+        """With the sums of all processes; of an unfinished pass each group stays an action."""
         if isinstance(state, ForwardState):
             raise KeyboardInterrupt  # there is no posterior of anything yet
         self._sum(state)
@@ -429,7 +429,7 @@ class ClusterRun(Run[AnyState]):
             state.clusters.finish(state.clusters.passes[-1])
         self.has_own_sums = False
 
-    # --- what is told -------------------------------------------------------------------------------------------------
+    # --- what is reported ---------------------------------------------------------------------------------------------
 
     def epochs(self, state: AnyState) -> float:
         """Of the fit and all that followed."""
@@ -464,10 +464,10 @@ class ClusterRun(Run[AnyState]):
     def advice_when_interrupted(self, state: AnyState) -> str:
         """How much of the pass is in the posterior."""
         assert isinstance(state, ClusterState)
-        share = float(state.clusters.passes[-1].counted().double().mean())
+        fraction = float(state.clusters.passes[-1].counted().double().mean())
         return (
-            f"The run was interrupted with {100 * share:.0f} % of the data of this pass in the posterior, which is "
-            "valid for them. refine(train_loader, …) goes on with the rest."
+            f"The run was interrupted with {100 * fraction:.0f} % of the data of this pass in the posterior, which is "
+            "valid for them. refine(train_loader, …) resumes with the rest."
         )
 
     # --- what is saved ------------------------------------------------------------------------------------------------

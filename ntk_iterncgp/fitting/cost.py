@@ -26,9 +26,9 @@ from ntk_iterncgp.clusters.grouping import (
     DIRECTIONS_EACH,
     MAX_FEATURES,
     cotangents_each,
+    first_directions,
     groups_for,
     has_choice,
-    worth_looking,
 )
 from ntk_iterncgp.data.fixed_order import Inputs, slice_rows
 from ntk_iterncgp.fitting.drive import Budget
@@ -118,7 +118,7 @@ def _looks(
     if not has_a_choice or not bool(torch.isfinite(outputs).all()):
         return len(outputs)
     share = settings.num_actions * len(outputs) // num_data
-    return len(worth_looking(likelihood, outputs.double(), cotangents, share, torch.Generator())[0])
+    return len(first_directions(likelihood, outputs.double(), cotangents, share, torch.Generator())[0])
 
 
 def image_bytes(jacobian: NetworkJacobian, actions: int) -> int:

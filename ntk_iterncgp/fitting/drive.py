@@ -112,7 +112,7 @@ class Run(ABC, Generic[S]):
 
     @abstractmethod
     def to_dict(self, trajectory: Trajectory[S]) -> dict[str, Any]:
-        """Tensors, numbers and texts from which it can go on."""
+        """Tensors, numbers and texts from which it can be resumed."""
 
     @abstractmethod
     def from_dict(self, saved: Mapping[str, Any], start: Trajectory[S]) -> Trajectory[S]:
@@ -123,7 +123,7 @@ class Run(ABC, Generic[S]):
         return 0.0
 
     def can_resume(self, state: S) -> bool:
-        """Whether a run can go on from this state in another process."""
+        """Whether a run can be resumed from this state in another process."""
         return True
 
     def last_record(self, state: S, last: Record | None, seconds: float) -> Record | None:
@@ -131,7 +131,7 @@ class Run(ABC, Generic[S]):
         return None
 
     def advice_when_interrupted(self, state: S) -> str:
-        """What the user is told."""
+        """What the warning says."""
         return Status.INTERRUPTED.advice
 
 

@@ -20,11 +20,15 @@ from ntk_iterncgp.data.fixed_order import FirstBatch, FixedOrderData
 from ntk_iterncgp.fitting.drive import Budget
 from ntk_iterncgp.fitting.report import FitReport
 from ntk_iterncgp.jacobian.base import NetworkJacobian
-from ntk_iterncgp.likelihoods import Gaussian, Likelihood, Softmax
+from ntk_iterncgp.likelihoods.base import Likelihood
+from ntk_iterncgp.likelihoods.gaussian import Gaussian
+from ntk_iterncgp.likelihoods.softmax import Softmax
 from ntk_iterncgp.posterior.weight_space import WeightPosterior, precision_of_weights
 from ntk_iterncgp.runtime.validate import seed_number, whole_number
-from ntk_iterncgp.solver import NewtonOptions, Policy, State, Stopping, resolve_policy
-from ntk_iterncgp.solver.stopping import Status
+from ntk_iterncgp.solver.newton import NewtonOptions
+from ntk_iterncgp.solver.policies import Policy, resolve_policy
+from ntk_iterncgp.solver.state import State
+from ntk_iterncgp.solver.stopping import Status, Stopping
 
 if TYPE_CHECKING:
     from ntk_iterncgp.fitting.cluster_run import ClusterState
@@ -132,12 +136,12 @@ class LinearisedNetwork:
         return precision_of_weights(self.prior_precision, self.layer_sizes)
 
     def likelihood(self, outputs: Tensor, noise: float) -> Likelihood:
-        """Of the right kind, after a look at the outputs."""
+        """Of the right kind, after a check of the outputs."""
         if not bool(torch.isfinite(outputs).all()):
             bad = int((~torch.isfinite(outputs)).any(1).sum())
             raise ValueError(
                 f"The model must return finite outputs; got NaN or infinity for {bad} of {len(outputs)} training "
-                "inputs. Try smaller inputs, and look at its weights."
+                "inputs. Try smaller inputs, and check its weights."
             )
         return Softmax(outputs.shape[1]) if self.classification else Gaussian(noise, num_outputs=outputs.shape[1])
 
@@ -146,7 +150,7 @@ class LinearisedNetwork:
 class NetworkFit:
     """What a fit gives: the posterior, the loss −log p(y | f) for unit noise without constants, and the report.
 
-    `state` is where `refine` goes on from, with data that begin with `first_batch`.
+    `state` is what `refine` resumes, with data that begin with `first_batch`.
     """
 
     posterior: WeightPosterior

@@ -199,7 +199,7 @@ def _is_handed_on(name: str, value: Any) -> bool:
 
 
 def _columns(columns: Columns) -> Tensor:  # (columns, rows)
-    """With all rows, however many processes share them."""
+    """With all rows, over however many processes they are spread."""
     stored = columns.factor.whole()
     return stored.storage[: stored.size]
 

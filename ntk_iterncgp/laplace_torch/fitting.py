@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from typing import Any
 
@@ -25,12 +25,13 @@ from ntk_iterncgp.jacobian.base import NetworkJacobian
 from ntk_iterncgp.jacobian.rows import Rows
 from ntk_iterncgp.laplace_torch.hyperparameters import check_hyperparameters
 from ntk_iterncgp.persistence.checkpoint import Checkpoint, open_session
-from ntk_iterncgp.persistence.fingerprint import described, digest
+from ntk_iterncgp.persistence.fingerprint import described, digest, fingerprint, flatten, same_fingerprint
 from ntk_iterncgp.posterior.weight_space import ConditionedPosterior, WeightPosterior
 from ntk_iterncgp.runtime import parallel
 from ntk_iterncgp.runtime.threads import exclusively
 from ntk_iterncgp.runtime.validate import whole_number
-from ntk_iterncgp.solver import NewtonOptions, Policy
+from ntk_iterncgp.solver.newton import NewtonOptions
+from ntk_iterncgp.solver.policies import Policy
 
 
 class FittedNetwork(BaseFunctionalLaplace):
@@ -118,7 +119,7 @@ class FittedNetwork(BaseFunctionalLaplace):
             )
         self.posterior: WeightPosterior
         self._report: FitReport | None = None
-        self._fit: NetworkFit | None = None  # what refine goes on from
+        self._fit: NetworkFit | None = None  # what refine resumes
         self._conditioned: tuple[tuple[Tensor, Tensor], ConditionedPosterior] | None = None
 
     # --- where J comes from ------------------------------------------------------------------------------------------
@@ -152,7 +153,7 @@ class FittedNetwork(BaseFunctionalLaplace):
     ) -> None:
         """Infer the posterior from all data of the loader. On failure the model and an earlier fit are as before.
 
-        With a `checkpoint` the work is saved as it goes, and the same call after a crash goes on from there.
+        With a `checkpoint` the work is saved as it goes, and the same call after a crash resumes it.
         """
         if not override:
             raise ValueError(
@@ -181,7 +182,7 @@ class FittedNetwork(BaseFunctionalLaplace):
 
         Three exceptions, all of which keep it above the exact one: a refined mean may still move, and the curvature of
         the likelihood with it; where an iterable dataset was interrupted, groups are first completed; and with
-        `max_rank` the best combinations of all actions are kept, which may say less about some input than those before.
+        `max_rank` the best combinations of all actions are retained, which may say less about some input than before.
         """
         self._check_fitted()
         if epochs is None and seconds is None:
@@ -189,7 +190,7 @@ class FittedNetwork(BaseFunctionalLaplace):
         if self._fit is None:
             raise RuntimeError(
                 "refine must follow a fit in this process; got a loaded posterior, which holds what predictions need, "
-                "not the groups and actions to go on from. Try fit(train_loader)."
+                "not the groups and actions to resume. Try fit(train_loader)."
             )
         self._refresh_posterior()
         budget = Budget(epochs, seconds)
@@ -280,13 +281,13 @@ class FittedNetwork(BaseFunctionalLaplace):
             )
 
     def _posterior_now(self) -> ConditionedPosterior:
-        """The posterior for the current prior precision, noise and temperature; kept until one of them changes."""
-        kept, now = self._conditioned, (self.prior_precision.detach(), self._noise_scale.detach())
-        if kept is None or not all(map(torch.equal, kept[0], now)):
+        """The posterior for the current prior precision, noise and temperature; cached until one of them changes."""
+        cached, now = self._conditioned, (self.prior_precision.detach(), self._noise_scale.detach())
+        if cached is None or not all(map(torch.equal, cached[0], now)):
             self._check_hyperparameters()
             conditioned = self.posterior.conditioned(*now)
-            self._conditioned = kept = (now[0].clone(), now[1].clone()), conditioned
-        return kept[1]
+            self._conditioned = cached = (now[0].clone(), now[1].clone()), conditioned
+        return cached[1]
 
 
 def _require_one_device(model: nn.Module) -> None:
@@ -303,33 +304,10 @@ def _require_one_device(model: nn.Module) -> None:
         )
 
 
-# --- by what a model and a run are recognised ------------------------------------------------------------------------
-
-
-def flatten(parameters: Mapping[str, Tensor]) -> Tensor:  # (P,)
-    """The weights as one vector."""
-    return torch.cat([value.detach().flatten() for value in parameters.values()])
-
-
-def fingerprint(model: nn.Module) -> Tensor:  # (tensors, 2)
-    """Two sums over each parameter and buffer, on the CPU: what a model is, in a few numbers."""
-    rows = []
-    for value in (*model.parameters(), *model.buffers()):
-        flat = value.detach().double().flatten()
-        ramp = torch.linspace(1, 2, max(1, len(flat)), dtype=torch.float64, device=flat.device)[: len(flat)]
-        rows.append(torch.stack([flat.abs().sum(), flat @ ramp]))
-    return torch.stack(rows).cpu()
-
-
-def same_fingerprint(one: Tensor, other: Tensor) -> bool:
-    """Up to the rounding of sums in another order."""
-    return one.shape == other.shape and torch.allclose(one, other.to(one), rtol=1e-9, atol=1e-12)
-
-
 def identity(
     la: FittedNetwork, network: LinearisedNetwork, fitted: NetworkFit | None = None, budget: Budget | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """By what a checkpoint is known again: settings of a fit, or of a refine and where it begins; and the model."""
+    """The fingerprint of a run: settings of a fit, or of a refine and where it begins; and the model."""
     own = {f.name: getattr(la.settings, f.name) for f in fields(la.settings)}
     if own["cotangents"] is None and network.classification:
         own["cotangents"] = 1  # which it means, and what earlier checkpoints say

@@ -52,7 +52,7 @@ class CheckedHyperparameters:
         _check(name, value, expected, dtype=dtype, **settings)
         if name == "sigma_noise" and self.likelihood != Likelihood.REGRESSION and float(value) != 1:
             raise ValueError(
-                f"sigma_noise must be 1 for classification, which has no noise; got {float(value)}. Try temperature."
+                f"`sigma_noise` must be 1 for classification, which has no noise; got {float(value)}. Try temperature."
             )
 
 
@@ -89,26 +89,25 @@ def _check(
     positive: bool = True,
     max_size: int | None = None,
 ) -> None:
+    example = 1.0 if positive else 0.0
     if isinstance(value, Tensor) and not value.is_complex():
         numbers = value.detach()
     elif isinstance(value, Real):
-        numbers = torch.tensor(_as_float(value), dtype=torch.float64)
+        try:
+            numbers = torch.tensor(float(value), dtype=torch.float64)
+        except OverflowError:  # an integer of more than 308 digits
+            numbers = torch.tensor(math.inf, dtype=torch.float64)
     else:
-        raise ValueError(f"{name} expects {expected}, but got {value!r}.")
+        raise ValueError(f"`{name}` must be {expected}; got {value!r}. Try {name}={example}.")
     if numbers.ndim > 1 or numbers.numel() == 0 or (max_size is not None and numbers.numel() > max_size):
-        raise ValueError(f"{name} expects {expected}, but got a tensor of shape {tuple(numbers.shape)}.")
+        raise ValueError(
+            f"`{name}` must be {expected}; got a tensor of shape {tuple(numbers.shape)}. Try {name}={example}."
+        )
     stored = numbers if dtype is None else numbers.to(dtype)
     if not bool(torch.isfinite(stored).all()) or (positive and not bool((stored > 0).all())):
         shown = numbers.item() if numbers.numel() == 1 else "one that holds others"
         where = "" if dtype is None else f" in {dtype}"
-        raise ValueError(f"{name} expects {expected}, finite{where}, but got {shown}.")
-
-
-def _as_float(value: Real) -> float:
-    try:
-        return float(value)
-    except OverflowError:  # an integer of more than 308 digits
-        return math.inf
+        raise ValueError(f"`{name}` must be {expected}, finite{where}; got {shown}. Try {name}={example}.")
 
 
 # --- which of them may change after a fit -----------------------------------------------------------------------------

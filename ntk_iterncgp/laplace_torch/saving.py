@@ -12,8 +12,8 @@ from laplace.utils.enums import Likelihood
 from torch import Tensor
 
 from ntk_iterncgp.fitting.network_check import check_posterior
-from ntk_iterncgp.laplace_torch.fitting import fingerprint, flatten, same_fingerprint
 from ntk_iterncgp.laplace_torch.hyperparameters import hyperparameters, kept_on_failure
+from ntk_iterncgp.persistence.fingerprint import fingerprint, flatten, same_fingerprint
 from ntk_iterncgp.posterior.weight_space import WeightPosterior
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def _identity(la: IterNCGPLaplace) -> dict[str, Any]:
 
 
 def _check(la: IterNCGPLaplace, saved: Mapping[str, Any]) -> None:
-    """Raise a sentence that names the first thing in which a saved posterior differs."""
+    """Raise an error that names the first thing in which a saved posterior differs."""
     for key, value in _identity(la).items():
         if key == "modules" and key not in saved:
             continue  # saved by an earlier version

@@ -111,7 +111,7 @@ class Columns(Images):
 
     @property
     def tolerance(self) -> float:
-        """A column of which less than this share is left after orthogonalisation is dropped as dependent."""
+        """A column of which less than this fraction is left after orthogonalisation is dropped as dependent."""
         return 1e-8 if self.dtype == torch.float64 else 1e-4
 
     def slices(self, num_columns: int | None = None) -> Iterator[slice]:

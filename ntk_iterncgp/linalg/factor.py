@@ -25,7 +25,7 @@ class Factor:
         while int(info) != 0:  # not positive definite in rounding: more noise, until it is
             jitter = max(10 * jitter, 1e-15)
             if jitter > 1:
-                raise ArithmeticError("Expected small matrices with finite entries, but they hold NaN or infinity.")
+                raise ArithmeticError("Small matrices must have finite entries; got NaN or infinity. Try float64.")
             self.lower, info = torch.linalg.cholesky_ex(scaled + jitter * eye)
 
     def half_solve(self, block: Tensor) -> Tensor:  # (B, k)
@@ -82,16 +82,16 @@ def inner_products(left: Tensor, right: Tensor) -> Tensor:  # (p, B), (p, B′) 
 # --- which actions ----------------------------------------------------------------------------------------------------
 
 
-PIVOT_BLOCK = 128  # columns that are looked at one by one; all others are dealt with by products of matrices
+PIVOT_BLOCK = 128  # columns that are visited one by one; all others by products of matrices
 DEFINITE = 1e-12  # the least eigenvalue, beside ones on the diagonal: pivots alone do not tell how small it is
 TIE = 1e-4  # what an output is given before the next one
-DEPENDENT = 1e-6  # an action of which less than this share is new, in the metric of W⁺, is dropped
+DEPENDENT = 1e-6  # an action of which less than this fraction is new, in the metric of W⁺, is dropped
 
 
 def block_matrix(
     known: dict[tuple[int, int], Tensor], complete: list[bool], block: Callable[[int, int], Tensor]
 ) -> Tensor:
-    """A symmetric matrix from its blocks; those between complete passes are computed once, and kept in `known`."""
+    """A symmetric matrix from its blocks; those between complete passes are computed once, and cached in `known`."""
     found: dict[tuple[int, int], Tensor] = {}
     for i in range(len(complete)):
         for j in range(i + 1):
@@ -116,7 +116,7 @@ def combined_gram(gram: Tensor, sizes: list[int], combinations: list[Tensor | No
 
 def independent_columns(gram: Tensor) -> Tensor:  # (B, B) -> (B',)
     """Which columns to keep so that their Gram matrix is safely positive definite: none that is empty, and none of
-    which the squared pivot of a Cholesky factor says that it is nearly in the span of those kept before it."""
+    which the squared pivot of a Cholesky factor says that it is nearly in the span of those before it."""
     there = (gram.diagonal() > 0).nonzero()[:, 0]
     scale = gram.diagonal()[there].rsqrt()
     scaled = gram[there][:, there] * scale[:, None] * scale

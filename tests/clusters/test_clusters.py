@@ -265,8 +265,8 @@ def test_decided_data_are_left_out_of_the_first_sweep_alone(monkeypatch: pytest.
         net.model[2].weight *= 3
         net.model[2].bias *= 3
     variances, epochs = [], []
-    for share in (0.0, grouping.DECIDED):
-        monkeypatch.setattr(grouping, "DECIDED", share)
+    for share in (0.0, grouping.SATURATED):
+        monkeypatch.setattr(grouping, "SATURATED", share)
         la = net.laplace(num_actions=100)
         la.fit(loader)
         variances.append(la.functional_variance(net.new_J.float()))

@@ -200,7 +200,7 @@ def test_every_kind_of_model_is_fitted_and_left_as_it_was(case: NetworkCase) -> 
     loader = case.loader(num_data=14, batch_size=BATCH)
     with untouched(model), warnings.catch_warnings():
         # Layers of its own in place of a last linear one: that it says so is a test below.
-        warnings.filterwarnings("ignore", message="This model has no linear last layer")
+        warnings.filterwarnings("ignore", message="The model has no last linear layer")
         la.fit(loader)
         la.refine(loader, epochs=1.5)
         variance = la.predictive_moments(case.new_inputs())[1]
@@ -256,7 +256,7 @@ def test_a_model_without_a_last_linear_layer_says_so_once_and_works(widths: list
     la = Net(model, "classification", case.x, case.y).laplace(num_actions=20, cotangents=2, dict_key_x="x")
     with pytest.warns(UserWarning) as caught:
         la.fit(padded(case.x, case.y, widths))
-    assert [str(w.message) for w in caught if "no linear last layer" in str(w.message)] == [str(caught[0].message)]
+    assert [str(w.message) for w in caught if "no last linear layer" in str(w.message)] == [str(caught[0].message)]
     assert len(caught) == 1 and "grouped by outputs and inputs instead" in str(caught[0].message)
     linear = nn.Linear(3, 3, bias=False).double()
     linear.weight.data = model.weight.data.T.clone()
