@@ -429,7 +429,7 @@ class Clusters:
     def _actions(self) -> Actions:
         swept = [int(done.swept.sum()) for done in self.passes]
         if self.latest is None or self.latest.swept != swept:
-            gram, sizes, found = self.noise_gram(), self._sizes(), []
+            gram, sizes, found = self.noise_gram(), [len(done.images) for done in self.passes], []
             for i, own in enumerate(gram.split(sizes)):
                 found.append(self._combined(i, own.split(sizes, 1)[i]))
             combinations, images = map(list, zip(*found, strict=True))
@@ -439,9 +439,6 @@ class Clusters:
             self.latest = Actions(swept, combinations, images, gram, kept)
         return self.latest
 
-    def _sizes(self) -> list[int]:
-        return [len(done.images) for done in self.passes]
-
     def _combined(self, index: int, noise: Tensor) -> tuple[Tensor | None, Tensor]:  # R (B_i, B_i)
         """What to keep of one pass, and its images; None: the actions of its groups, as also while they are swept."""
         done = self.passes[index]
@@ -450,7 +447,13 @@ class Clusters:
         if index not in self.combined:
             images = done.images.T
             best = best_combinations(noise, inner_products(images, images), done.num_kept, len(done.directions))
-            self.combined[index] = best, done.images if best is None else _products(best.T, done.images)
+            combined = done.images
+            if best is not None:  # summed in float64, some weights at a time
+                combined = combined.new_empty(best.shape[1], combined.shape[1])
+                step = rows_at_once(len(done.images))
+                for part, place in zip(done.images.split(step, 1), combined.split(step, 1), strict=True):
+                    place.copy_(best.T @ part.double())
+            self.combined[index] = best, combined
         return self.combined[index]
 
     def spread(self, contributions: Tensor) -> Tensor:  # (b, all groups) -> (b, N)
@@ -464,12 +467,3 @@ class Clusters:
             result.index_add_(1, done.rows, part[:, done.labels] * (share / size[done.labels].clamp_min(1e-300)))
             start += done.num_groups
         return result
-
-
-def _products(coefficients: Tensor, images: Tensor) -> Tensor:  # (actions, groups), (groups, P) -> (actions, P)
-    """Summed in float64, some weights at a time."""
-    combined = images.new_empty(len(coefficients), images.shape[1])
-    step = rows_at_once(len(images))
-    for part, found in zip(images.split(step, 1), combined.split(step, 1), strict=True):
-        found.copy_(coefficients @ part.double())
-    return combined

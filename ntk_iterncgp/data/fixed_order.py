@@ -9,9 +9,8 @@ ignores eval mode, batch statistics) would make every product inconsistent with 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate, islice
 from typing import Any
 
@@ -32,7 +31,6 @@ from ntk_iterncgp.data.order import (
     warn_once,
 )
 from ntk_iterncgp.runtime import parallel
-from ntk_iterncgp.runtime.threads import enter_eval_mode, full_precision, leave_eval_mode, together
 
 
 class Cache:
@@ -93,7 +91,7 @@ def _is_rows(part: Any) -> bool:
     return isinstance(part, Tensor) and part.ndim > 0 and part.device.type == "cpu"
 
 
-__all__ = ["FixedOrderData", "Inputs", "TrainingDataWarning", "evaluating", "slice_rows", "to_device"]
+__all__ = ["FixedOrderData", "Inputs", "TrainingDataWarning", "slice_rows", "to_device"]
 
 
 class FixedOrderData:
@@ -284,14 +282,6 @@ def _of_one_width(blocks: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(block[:, :0] if is_ragged else block for block, is_ragged in zip(blocks, ragged, strict=True))
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode, in full precision; each module's own flag comes back afterwards, whatever happens."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    with together(model, partial(enter_eval_mode, model), leave_eval_mode), full_precision(device):
-        yield
-
-
 # --- the first batch --------------------------------------------------------------------------------------------------
 
 
@@ -349,7 +339,14 @@ class Probe:
             alone = forward(slice_rows(self.inputs, slice(0, 1), self.data.num_rows(self.inputs)))
         except ValueError:  # batch statistics of a single datum
             alone = torch.full_like(outputs[:1], torch.inf)
-        self._check_buffers()
+        changed = [name for name, buffer in self.model.named_buffers() if not torch.equal(buffer, self._buffers[name])]
+        if changed:
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(self._buffers[name])
+            raise ValueError(
+                f"A forward pass in eval mode must leave the model as it is; got changed buffers: "
+                f"{', '.join(changed[:5])}. Try BatchNorm in eval mode."
+            )
         if not bool(torch.isfinite(outputs).all()):
             raise ValueError(
                 "The model must return finite outputs; got NaN or infinity on the first batch. Try smaller inputs, and "
@@ -367,16 +364,6 @@ class Probe:
                 "rest of its batch was left out. Try BatchNorm with running statistics."
             )
         return FirstBatch(self.inputs, outputs, self.data.num_items)
-
-    def _check_buffers(self) -> None:
-        changed = [name for name, buffer in self.model.named_buffers() if not torch.equal(buffer, self._buffers[name])]
-        if changed:
-            for name, buffer in self.model.named_buffers():
-                buffer.copy_(self._buffers[name])
-            raise ValueError(
-                f"A forward pass in eval mode must leave the model as it is; got changed buffers: "
-                f"{', '.join(changed[:5])}. Try BatchNorm in eval mode."
-            )
 
 
 def _first_inputs(data: FixedOrderData) -> Inputs:

@@ -78,11 +78,6 @@ class Trajectory(Generic[S]):
     seconds: float = 0.0  # and this one so far
     status: Status | None = None  # how it ended, if it has
 
-    @property
-    def last(self) -> Record | None:
-        """The last line of the history."""
-        return self.history[-1] if self.history else None
-
 
 class Run(ABC, Generic[S]):
     """An algorithm as a generator of states, and what its driver needs to know about them."""
@@ -237,7 +232,8 @@ class _Driver(Generic[S]):
 
     def _write(self, record: Callable[[S, Record | None, float], Record | None]) -> None:
         trajectory = self.trajectory
-        found = record(trajectory.state, trajectory.last, trajectory.before + self._tick())
+        last = trajectory.history[-1] if trajectory.history else None
+        found = record(trajectory.state, last, trajectory.before + self._tick())
         if found is not None:
             trajectory.history.append(found)
             self.bar.write(self.run.shown(found))

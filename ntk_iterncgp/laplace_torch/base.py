@@ -14,7 +14,7 @@ from laplace.utils.enums import Likelihood, LinkApprox, PredType
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ntk_iterncgp.data.fixed_order import Inputs, evaluating
+from ntk_iterncgp.data.fixed_order import Inputs
 from ntk_iterncgp.fitting.cluster_run import ClusterState, unfolded
 from ntk_iterncgp.fitting.network import NetworkFit
 from ntk_iterncgp.jacobian.rows import DenseRows, Rows
@@ -37,7 +37,7 @@ from ntk_iterncgp.posterior.predictive import (
 )
 from ntk_iterncgp.posterior.tuning import starting_precision, tune_by_evidence
 from ntk_iterncgp.posterior.weight_space import ConditionedPosterior
-from ntk_iterncgp.runtime.threads import exclusively, full_precision
+from ntk_iterncgp.runtime.threads import evaluating, exclusively, full_precision
 from ntk_iterncgp.runtime.validate import whole_number
 
 QUASI = "quasi"

@@ -14,7 +14,7 @@ from laplace.utils.enums import Likelihood
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ntk_iterncgp.data.fixed_order import FirstBatch, FixedOrderData, Inputs, evaluating
+from ntk_iterncgp.data.fixed_order import FirstBatch, FixedOrderData, Inputs
 from ntk_iterncgp.fitting.cluster_run import fit_by_clusters, refine_by_clusters
 from ntk_iterncgp.fitting.cost import Cost, check_memory, check_memory_to_refine, estimate_cost, room_for_data
 from ntk_iterncgp.fitting.drive import Budget
@@ -28,7 +28,7 @@ from ntk_iterncgp.persistence.checkpoint import Checkpoint, open_session
 from ntk_iterncgp.persistence.fingerprint import described, digest, fingerprint, flatten, same_fingerprint
 from ntk_iterncgp.posterior.weight_space import ConditionedPosterior, WeightPosterior
 from ntk_iterncgp.runtime import parallel
-from ntk_iterncgp.runtime.threads import exclusively
+from ntk_iterncgp.runtime.threads import evaluating, exclusively
 from ntk_iterncgp.runtime.validate import whole_number
 from ntk_iterncgp.solver.newton import NewtonOptions
 from ntk_iterncgp.solver.policies import Policy

@@ -51,16 +51,22 @@ def together(thing: object, enter: Callable[[], T], leave: Callable[[T], object]
                 _inside[id(thing)] = (users - 1, kept)
 
 
-def enter_eval_mode(model: nn.Module) -> list[tuple[nn.Module, bool]]:
-    """Returns each module's own flag as it was."""
-    flags = [(module, module.training) for module in model.modules()]
-    model.eval()
-    return flags
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode, in full precision; each module's own flag comes back afterwards, whatever happens."""
 
+    def enter() -> list[tuple[nn.Module, bool]]:
+        flags = [(module, module.training) for module in model.modules()]
+        model.eval()
+        return flags
 
-def leave_eval_mode(flags: list[tuple[nn.Module, bool]]) -> None:
-    for module, training in flags:
-        module.training = training
+    def leave(flags: list[tuple[nn.Module, bool]]) -> None:
+        for module, training in flags:
+            module.training = training
+
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    with together(model, enter, leave), full_precision(device):
+        yield
 
 
 def exclusively(model: nn.Module) -> threading.RLock:

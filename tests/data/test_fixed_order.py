@@ -20,8 +20,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ntk_iterncgp.data.fixed_order import FixedOrderData, Probe, TrainingDataWarning, evaluating, slice_rows, to_device
+from ntk_iterncgp.data.fixed_order import FixedOrderData, Probe, TrainingDataWarning, slice_rows, to_device
 from ntk_iterncgp.data.order import in_fixed_order
+from ntk_iterncgp.runtime.threads import evaluating
 
 CPU = torch.device("cpu")
 N = 10

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ntk_iterncgp import likelihoods
-from ntk_iterncgp.data.fixed_order import FixedOrderData, evaluating
+from ntk_iterncgp.data.fixed_order import FixedOrderData
 from ntk_iterncgp.jacobian.autograd import Jacobian
 from ntk_iterncgp.jacobian.base import NetworkJacobian
 from ntk_iterncgp.jacobian.last_layer import LastLayerJacobian
@@ -20,6 +20,7 @@ from ntk_iterncgp.likelihoods.base import CurvatureAt
 from ntk_iterncgp.linalg.columns import Buffer, DenseColumns
 from ntk_iterncgp.priors import rows as rows_of_prior
 from ntk_iterncgp.priors.ntk import NTKPrior, sweep_outputs
+from ntk_iterncgp.runtime.threads import evaluating
 from tests import oracles
 from tests.network_cases import BY_NAME, CASES, NetworkCase, dense_jacobian, mlp, outputs_of, untouched
 

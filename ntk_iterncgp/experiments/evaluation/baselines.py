@@ -24,7 +24,7 @@ from laplace import ELLA, Laplace
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
-from ntk_iterncgp.data.fixed_order import FixedOrderData, evaluating
+from ntk_iterncgp.data.fixed_order import FixedOrderData
 from ntk_iterncgp.experiments.config import EvaluateConfig
 from ntk_iterncgp.experiments.evaluation.families import Downdated, Family, Spectral, Tabulated
 from ntk_iterncgp.experiments.evaluation.valla import fit_valla
@@ -32,6 +32,7 @@ from ntk_iterncgp.experiments.progress import Progress
 from ntk_iterncgp.jacobian.autograd import Jacobian
 from ntk_iterncgp.jacobian.rows import DenseRows
 from ntk_iterncgp.priors.rows import in_parts
+from ntk_iterncgp.runtime.threads import evaluating
 
 CHUNK_BYTES = 256 * 2**20
 VALLA_BATCH = 16
