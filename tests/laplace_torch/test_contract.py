@@ -206,7 +206,7 @@ def test_a_frozen_model_is_refused() -> None:
 @subsets
 def test_a_loader_with_no_data_is_refused(subset: str) -> None:
     for empty in ([], DataLoader(MLP.dataset(0, 1, torch.float64), batch_size=8)):
-        with pytest.raises(ValueError, match="the loader is empty"):
+        with pytest.raises(ValueError, match="an empty loader"):
             unfitted(MLP, subset).fit(empty)
 
 
