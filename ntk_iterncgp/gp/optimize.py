@@ -29,7 +29,7 @@ from ntk_iterncgp.fitting.report import FitReport
 from ntk_iterncgp.kernels import Kernel
 from ntk_iterncgp.likelihoods import Gaussian, Likelihood
 from ntk_iterncgp.linalg.columns import Columns, DenseColumns, KroneckerColumns
-from ntk_iterncgp.posterior.function_space import Posterior
+from ntk_iterncgp.posterior.function_space import FunctionPosterior
 from ntk_iterncgp.priors.gram import GramPrior
 from ntk_iterncgp.runtime import parallel
 from ntk_iterncgp.runtime.validate import non_negative
@@ -44,7 +44,7 @@ class Fitted(Protocol):
     """A GP fitted at some hyperparameters. If it was interrupted, the bound holds for the work done."""
 
     @property
-    def posterior_(self) -> Posterior:
+    def posterior_(self) -> FunctionPosterior:
         """The posterior of the fit."""
 
     @property

@@ -11,25 +11,27 @@ from ntk_iterncgp.persistence.checkpoint import Checkpoint, CheckpointSession, o
 from ntk_iterncgp.persistence.fingerprint import described, digest_rows
 from ntk_iterncgp.priors.gram import GramPrior
 from ntk_iterncgp.solver import State
+from ntk_iterncgp.solver.exact import ExactState
 
 
 def session_of(  # `gp` is a NonConjugateGP, which comes after this file
-    gp: Any, checkpoint: Checkpoint | None, name: str, state: State, **more: Any
+    gp: Any, checkpoint: Checkpoint | None, name: str, state: State | ExactState, **more: Any
 ) -> tuple[CheckpointSession, Tensor | None]:
     """Open the checkpoint of a fit or refine that starts from this state.
 
     Args:
         gp: the GP that is fitted.
         checkpoint: where to save, if anywhere.
-        name: "fit" or "refine".
+        name: "fit", "refine" or "update".
         state: where the run starts.
         more: further settings that must match.
 
     Returns:
         The session, resumed from what was saved or at its beginning, and a digest of each datum.
     """
-    if more and checkpoint is not None:  # a refine, which starts where another run ended
-        more |= {"starts_from": described([state.gram, state.noise_gram, state.iterate.offset])}
+    if more and checkpoint is not None:  # a refine or update, which starts where another run ended
+        matrices = [] if isinstance(state, ExactState) else [state.gram, state.noise_gram]
+        more |= {"starts_from": described([*matrices, state.iterate.offset])}
     session = open_session(checkpoint, name, lambda: (_settings(gp, state) | more, {}))
     if not session.is_kept:
         return session, None
@@ -40,10 +42,11 @@ def session_of(  # `gp` is a NonConjugateGP, which comes after this file
     return session, data
 
 
-def _settings(gp: Any, state: State) -> dict[str, Any]:
+def _settings(gp: Any, state: State | ExactState) -> dict[str, Any]:
     prior = state.problem.prior
     kernels = [described(kernel) | {"values": described(kernel.trainable())} for kernel in gp.kernels]
-    return {
+    exact = {"exact": True} if isinstance(state, ExactState) else {}  # or else as before there was a choice
+    return exact | {
         "kernels": kernels,
         "likelihood": described(gp.likelihood),
         "mean": gp.mean.tolist(),

@@ -109,6 +109,22 @@ class GramPrior(Prior):
         product = self._own_rows(self._product(self.matrices, per_output))
         return DenseColumns.of(product.flatten(0, 1), self.num_outputs, self.shard)
 
+    def extended(self, inputs: Tensor) -> GramPrior:
+        """The same prior with more data, behind those there are."""
+        return GramPrior(
+            self.kernels,
+            torch.cat([self.inputs, inputs.to(self.inputs.dtype)]),
+            self._mean,
+            chunk_bytes=self.chunk_bytes,
+            method=self.method,
+            tolerance=self.tolerance,
+            data_dtype=self.data_dtype,
+        )
+
+    def images_at(self, x: Tensor, actions: Columns) -> Tensor:  # (b · outputs, stored columns)
+        """k(x, X) S at inputs that are to become training inputs, as images are computed. In every process."""
+        return self.shard.sum(self._cross(x, actions.factor)).flatten(0, 1)
+
     def _own_rows(self, product: Tensor) -> Tensor:
         """From what this process has multiplied."""
         return product if self.shard.is_whole or self._by_rows else self.shard.take(parallel.all_sum(product))

@@ -81,9 +81,7 @@ class ExactSystem:
         if self.unseen is None or self.unseen_lower is None:
             return half, None
         spread = self.roots * torch.linalg.solve_triangular(self.lower.mT, half, upper=True)  # E K*ᵀ
-        return half, torch.linalg.solve_triangular(
-            self.unseen_lower, self.unseen[:, None, None] * spread, upper=False
-        )
+        return half, torch.linalg.solve_triangular(self.unseen_lower, self.unseen[:, None, None] * spread, upper=False)
 
 
 @dataclass(frozen=True, eq=False)
