@@ -77,7 +77,7 @@ class Sizes:
         """Of the whole budget."""
         columns = 2 * self.num_outputs * self.num_data**2 * self.max_products
         n, B = self.num_data * self.num_outputs, self.max_actions
-        algebra = 6 * n * B**2 + (1 if self.is_quadratic else USUAL_STEPS) * B**3
+        algebra = 2 * n * B**2 + (1 if self.is_quadratic else USUAL_STEPS) * B**3 / 3
         return self.max_products * self.matrix_flops + columns + algebra
 
     @property

@@ -64,7 +64,7 @@ class ExactSystem:
         solved = self._solve_outputs(block.T[..., None])  # line 12: c = E b
         if self.unseen is not None and self.unseen_lower is not None:
             z = self.unseen[:, None, None]
-            inner = torch.cholesky_solve((z * solved).sum(0), self.unseen_lower)
+            inner = _solved((z * solved).sum(0), self.unseen_lower)
             solved = solved - self._solve_outputs(z * inner)  # line 13
         return solved[..., 0].T
 
@@ -72,8 +72,8 @@ class ExactSystem:
         """E b."""
         if len(self.lower) == 1:
             columns = block[..., 0].T  # (N, C)
-            return (self.roots[0] * torch.cholesky_solve(self.roots[0] * columns, self.lower[0])).T[..., None]
-        return self.roots * torch.cholesky_solve(self.roots * block, self.lower)
+            return (self.roots[0] * _solved(self.roots[0] * columns, self.lower[0])).T[..., None]
+        return self.roots * _solved(self.roots * block, self.lower)
 
     def halves(self, cross: Tensor) -> tuple[Tensor, Tensor | None]:  # (1 or C, b, N) -> (1 or C, N, b), (C, N, b)
         """H and V with K* (K + W⁺)⁻¹ K*ᵀ = HᵀH for each output, less VᵀV between all of them."""
@@ -246,6 +246,12 @@ def _cholesky_of_noisy(matrix: Tensor, root: Tensor) -> Tensor:  # (N, N), (N, 1
     scaled = matrix * root * root.T
     scaled.diagonal().add_(1.0)
     return _cholesky(scaled)
+
+
+def _solved(block: Tensor, lower: Tensor) -> Tensor:
+    """(L Lᵀ)⁻¹ V, for few columns many times as fast as `cholesky_solve`, which copies L."""
+    half = torch.linalg.solve_triangular(lower, block, upper=False)
+    return torch.linalg.solve_triangular(lower.mT, half, upper=True)
 
 
 def _cholesky(matrix: Tensor) -> Tensor:
