@@ -35,11 +35,13 @@ from ntk_iterncgp.gp.checks import (
     choose_kronecker,
     computing_dtype,
 )
-from ntk_iterncgp.gp.optimize import OptimizationReport, maximise_elbo
-from ntk_iterncgp.gp.saving import session_of
+from ntk_iterncgp.gp.evidence import ExactEvidence
+from ntk_iterncgp.gp.hyperparameters import MEAN, hyperparameters, mean_from_data, with_values
+from ntk_iterncgp.gp.optimize import OptimizationReport, SearchOptions, maximise_elbo, maximise_evidence
+from ntk_iterncgp.gp.saving import search_session, session_of
 from ntk_iterncgp.kernels import METHODS, Kernel
 from ntk_iterncgp.likelihoods import Likelihood
-from ntk_iterncgp.persistence.checkpoint import Checkpoint
+from ntk_iterncgp.persistence.checkpoint import UNSAVED, Checkpoint, CheckpointSession
 from ntk_iterncgp.posterior.exact import ExactPosterior
 from ntk_iterncgp.posterior.function_space import Evidence, FunctionPosterior, Posterior
 from ntk_iterncgp.posterior.predictive import check_interval, check_link, credible_interval, expected_response
@@ -62,6 +64,7 @@ from ntk_iterncgp.solver.exact import ExactState, exact_state, written_out
 from ntk_iterncgp.solver.extension import with_more_data
 
 T = TypeVar("T")
+SUBSET = 1000  # data whose exact evidence gives a search among more than twice as many its starting values
 MAX_KRONECKER_RANK = 3000  # beyond this the B×B algebra takes longer than it saves in products
 
 
@@ -71,7 +74,8 @@ class NonConjugateGP:
     Args:
         kernel: One kernel for all outputs, or a list with one for each.
         likelihood: Gaussian, Bernoulli, Poisson, Softmax, or your own.
-        mean: The prior mean, a constant or one for each output.
+        mean: The prior mean, a constant or one for each output. None: zero, until `optimize` learns it with the
+            hyperparameters (by the exact evidence, and not for several classes).
         policy: "auto": the exact posterior where it costs less than `max_products` products and fits in memory, else
             "curvature_residual". "exact" insists. "curvature_residual", "residual", "unit", "random_subspace", or a
             callable state -> (n, k), iterate. So does "auto" where `max_rank`, `actions` or `damped` are given.
@@ -101,7 +105,7 @@ class NonConjugateGP:
         kernel: Kernel | Sequence[Kernel],
         likelihood: Likelihood,
         *,
-        mean: float | Sequence[float] | Tensor = 0.0,
+        mean: float | Sequence[float] | Tensor | None = None,
         policy: str | Policy = "auto",
         max_products: int = 100,
         max_newton_steps: int = 20,
@@ -120,7 +124,8 @@ class NonConjugateGP:
     ) -> None:
         self.likelihood = checked_likelihood(likelihood)
         self.kernels = checked_kernels(kernel, likelihood)
-        self.mean = checked_mean(mean, likelihood)
+        self.mean = checked_mean(0.0 if mean is None else mean, likelihood)
+        self.mean_is_given = mean is not None
         iterating = "curvature_residual" if isinstance(policy, str) and policy in MODES else policy
         self.policy = resolve_policy(iterating, others=MODES)
         asks_for_iteration = max_rank is not None or actions != "auto" or not damped
@@ -199,49 +204,107 @@ class NonConjugateGP:
         X: Tensor,
         y: Tensor,
         *,
-        max_steps: int = 20,
+        max_steps: int = 50,
         tolerance: float = 0.02,
+        restarts: int = 1,
         fixed: Sequence[str] = (),
         progress_bar: bool = False,
+        checkpoint: Checkpoint | None = None,
     ) -> NonConjugateGP:
-        """Choose lengthscales, outputscale and noise by the evidence lower bound, and fit there.
+        """Choose lengthscales, outputscale and noise by the evidence, and fit there.
 
-        Each step spends `max_products` on a fit and then climbs. The bound is as tight as the fit: make sure that
-        `information_captured` is high. Afterwards `kernels`, `likelihood` and `optimization_` hold the result; after
-        Ctrl-C, the best one so far.
+        Where an exact fit is affordable, its Laplace evidence is maximised: also the prior mean, where none was given,
+        and from starting values that the data suggest besides those of the kernel. Elsewhere the evidence lower bound
+        is: each step spends `max_products` on a fit and then climbs. The bound is as tight as the fit: make sure that
+        `information_captured` is high. The search of a large problem begins with the exact evidence of a subset.
+
+        Afterwards `kernels`, `likelihood`, `mean` and `optimization_` hold the result; after Ctrl-C, the best so far.
 
         Args:
             X: The inputs (N, d).
             y: The targets, as in `fit`.
             max_steps: How many steps to take at most.
             tolerance: Stop when no hyperparameter moves by more than this fraction.
+            restarts: How many more places to climb the exact evidence from, besides the best one.
             fixed: Names of hyperparameters to leave as they are.
             progress_bar: Whether to show one.
+            checkpoint: Where to save the search as it proceeds; the same call after a crash resumes from there.
 
         Returns:
             This GP.
         """
+        inputs = self._checked_inputs(X, "X").detach().clone()
+        targets = checked_targets(y, inputs, self.likelihood).clone()
+        options = SearchOptions(
+            whole_number("max_steps", max_steps, at_least=1),
+            tolerance,
+            fixed,
+            whole_number("restarts", restarts, at_least=0),
+            progress_bar,
+        )
+        values = {n: x.detach().clone() for n, x in hyperparameters(self.kernels, self.likelihood).items()}
+        is_exact = self._chooses_exact(inputs)
+        by_subset = not is_exact and self.mode != "iterative" and len(inputs) > 2 * SUBSET
+        has_full_rank = self.likelihood.curvature_rank == self.likelihood.num_outputs
+        if (is_exact or by_subset) and has_full_rank and not self.mean_is_given:
+            values[MEAN] = mean_from_data(self.likelihood, targets).cpu()
+        options.free(values, self.kernels)  # refuses before any work
+        session = search_session(self, checkpoint, inputs, targets, options)
+        if is_exact or by_subset:
+            values, report = self._search_exactly(inputs, targets, values, options, session, by_subset=by_subset)
+        if is_exact:
+            best = self._at(values).fit(X, y)
+            report = replace(report, elbo=best.elbo())
+        else:
+            best, report = self._search_by_bound(X, y, values, options, session)
+        session.end(lambda: {})
+        self.kernels, self.likelihood, self.mean = best.kernels, best.likelihood, best.mean
+        self.optimization_, self._posterior, self._report = report, best._posterior, best._report
+        return self
+
+    def _search_exactly(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        values: dict[str, Tensor],
+        options: SearchOptions,
+        session: CheckpointSession,
+        *,
+        by_subset: bool,
+    ) -> tuple[dict[str, Tensor], OptimizationReport]:
+        """By the exact evidence, of all data or of some of them."""
+        if by_subset:
+            some = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(self.seed))[:SUBSET]
+            inputs, targets, session = inputs[some.to(inputs.device)], targets[some.to(targets.device)], UNSAVED
+        inputs = inputs.to(working_dtype(self.kernels, inputs))
+        evidence = ExactEvidence(
+            inputs, targets, self.kernels, self.likelihood, self.mean, chunk_bytes=self.chunk_bytes
+        )
+        return maximise_evidence(evidence, values, options, session)
+
+    def _search_by_bound(
+        self, X: Tensor, y: Tensor, values: dict[str, Tensor], options: SearchOptions, session: CheckpointSession
+    ) -> tuple[NonConjugateGP, OptimizationReport]:
+        """By the evidence lower bound of iterative fits."""
+        mean, values = values.get(MEAN, self.mean), {name: x for name, x in values.items() if name != MEAN}
+        options = replace(options, fixed=[name for name in options.fixed if name != MEAN])
 
         def fit(kernels: list[Kernel], likelihood: Likelihood) -> NonConjugateGP:
             gp = copy(self)  # this one stays as it is until there is a result
-            gp.kernels, gp.likelihood = kernels, likelihood
+            gp.kernels, gp.likelihood, gp.mean = kernels, likelihood, mean
             left = self.stopping.max_products - gp.fit(X, y).report_.num_products
             if left > 0 and gp.report_.status != Status.INTERRUPTED:
                 gp.refine(left)  # a loose bound prefers smooth kernels
             return gp
 
-        best, self.optimization_ = maximise_elbo(
-            fit,
-            self.kernels,
-            self.likelihood,
-            max_steps=whole_number("max_steps", max_steps, at_least=1),
-            tolerance=tolerance,
-            fixed=fixed,
-            progress_bar=progress_bar,
-        )
-        self.kernels, self.likelihood = best.kernels, best.likelihood
-        self._posterior, self._report = best._posterior, best._report
-        return self
+        return maximise_elbo(fit, self.kernels, self.likelihood, values, options, session)
+
+    def _at(self, values: dict[str, Tensor]) -> NonConjugateGP:
+        """A copy with other hyperparameters."""
+        gp = copy(self)
+        gp.kernels, gp.likelihood = with_values(self.kernels, self.likelihood, values)
+        gp.mean = values.get(MEAN, self.mean)
+        return gp
 
     @parallel.together()
     @torch.no_grad()

@@ -42,11 +42,28 @@ def session_of(  # `gp` is a NonConjugateGP, which comes after this file
     return session, data
 
 
+def search_session(
+    gp: Any, checkpoint: Checkpoint | None, inputs: Tensor, targets: Tensor, options: Any
+) -> CheckpointSession:
+    """Open the checkpoint of a search for hyperparameters."""
+
+    def identity() -> tuple[dict[str, Any], dict[str, Any]]:
+        data = {"data": described(digest_rows(inputs, targets)), "fixed": list(options.fixed)}
+        search = {"max_steps": options.max_steps, "tolerance": options.tolerance, "restarts": options.restarts}
+        return _settings_of_gp(gp) | data | search | {"device": inputs.device.type}, {}
+
+    return open_session(checkpoint, "optimize", identity)
+
+
 def _settings(gp: Any, state: State | ExactState) -> dict[str, Any]:
     prior = state.problem.prior
-    kernels = [described(kernel) | {"values": described(kernel.trainable())} for kernel in gp.kernels]
     exact = {"exact": True} if isinstance(state, ExactState) else {}  # or else as before there was a choice
-    return exact | {
+    return exact | _settings_of_gp(gp) | {"dtype": str(prior.dtype), "device": prior.device.type}
+
+
+def _settings_of_gp(gp: Any) -> dict[str, Any]:
+    kernels = [described(kernel) | {"values": described(kernel.trainable())} for kernel in gp.kernels]
+    return {
         "kernels": kernels,
         "likelihood": described(gp.likelihood),
         "mean": gp.mean.tolist(),
@@ -58,6 +75,4 @@ def _settings(gp: Any, state: State | ExactState) -> dict[str, Any]:
         "product_tolerance": gp.product_tolerance,
         "chunk_bytes": gp.chunk_bytes,
         "seed": gp.seed,
-        "dtype": str(prior.dtype),
-        "device": prior.device.type,
     }

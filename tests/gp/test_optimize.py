@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ntk_iterncgp import NonConjugateGP, kernels, likelihoods
-from ntk_iterncgp.gp.optimize import climb, elbo_at, hyperparameters
+from ntk_iterncgp.gp.elbo import climb, elbo_at
+from ntk_iterncgp.gp.hyperparameters import hyperparameters
 from ntk_iterncgp.kernels import RBF, Kernel, Matern32
 from ntk_iterncgp.posterior.function_space import Posterior
 from ntk_iterncgp.solver import State, resolve_policy
