@@ -60,20 +60,26 @@ class ExactSystem:
         return self.roots[place] * torch.cholesky_inverse(self.lower[place]) * self.roots[place].T
 
     def solve(self, block: Tensor) -> Tensor:  # (N, C) -> (N, C)
-        """(K + W⁺)⁻¹ of the part of b that is in the range of W."""
-        solved = self._solve_outputs(block.T[..., None])  # line 12: c = E b
+        """(K + W⁺)⁻¹ b."""
+        return self._without_unseen(self._inverse(self.roots * block.T[..., None]))  # line 12: c = E b
+
+    def solve_noise(self, block: Tensor) -> Tensor:  # (N, C) -> (N, C)
+        """(K + W⁺)⁻¹ W⁺ u = (I + W K)⁻¹ u, for u in the range of W."""
+        return self._without_unseen(self._inverse(block.T[..., None] / self.roots))
+
+    def _inverse(self, scaled: Tensor) -> Tensor:  # (C, N, 1)
+        """D^½ B⁻¹ b."""
+        if len(self.lower) == 1:
+            return (self.roots[0] * _solved(scaled[..., 0].T, self.lower[0])).T[..., None]
+        return self.roots * _solved(scaled, self.lower)
+
+    def _without_unseen(self, solved: Tensor) -> Tensor:  # (C, N, 1) -> (N, C)
+        """c − E z (Σ_c z_c² E_c)⁻¹ zᵀ c: line 13."""
         if self.unseen is not None and self.unseen_lower is not None:
             z = self.unseen[:, None, None]
             inner = _solved((z * solved).sum(0), self.unseen_lower)
-            solved = solved - self._solve_outputs(z * inner)  # line 13
+            solved = solved - self._inverse(self.roots * z * inner)
         return solved[..., 0].T
-
-    def _solve_outputs(self, block: Tensor) -> Tensor:  # (C, N, 1)
-        """E b."""
-        if len(self.lower) == 1:
-            columns = block[..., 0].T  # (N, C)
-            return (self.roots[0] * _solved(self.roots[0] * columns, self.lower[0])).T[..., None]
-        return self.roots * _solved(self.roots * block, self.lower)
 
     def halves(self, cross: Tensor) -> tuple[Tensor, Tensor | None]:  # (1 or C, b, N) -> (1 or C, N, b), (C, N, b)
         """H and V with K* (K + W⁺)⁻¹ K*ᵀ = HᵀH for each output, less VᵀV between all of them."""
@@ -119,11 +125,12 @@ class ExactState:
 
     @cached_property
     def solution(self) -> Iterate:
-        """Newton's next point: v = (I + W K)⁻¹ b, b = W g + ∇, and K v (R&W, Alg. 3.3, lines 11 to 14)."""
-        offset = self.iterate.offset
-        b = self.problem.curvature(self.latent, offset) + self.score
-        Kb = self.multiply(b)
-        v = b - self.system.solve(Kb.reshape(self.latent.shape)).flatten()
+        """Newton's next point, v + (I + W K)⁻¹ (∇ − v), and K times it.
+
+        R&W, Alg. 3.3, lines 11 to 14, as a change: it vanishes with ∇ − v, so that nothing cancels near the mode.
+        """
+        rest = (self.score - self.iterate.representer_weights).reshape(self.latent.shape)
+        v = self.iterate.representer_weights + self.system.solve_noise(rest).flatten()
         return Iterate(self.iterate.coefficients, v, self.multiply(v))
 
     @property
@@ -185,8 +192,8 @@ def exact_newton(state: ExactState) -> Generator[ExactState, None, tuple[ExactSt
         if change <= TOLERANCE * size or (change <= ROUNDING * size and change >= 0.5 * before):
             return state, Status.EXACT
         before = change
-        if state.problem.likelihood.is_quadratic:
-            iterate, moved = target, True
+        if state.problem.likelihood.is_quadratic:  # and once more, which removes rounding
+            iterate, moved = state.moved(target).solution, True
         else:
             iterate, moved = line_search(state.problem, state.iterate, target)
         if not moved:  # Ψ is flat to rounding
