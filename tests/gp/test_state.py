@@ -147,7 +147,7 @@ def test_damaged_and_foreign_files_get_one_clear_message(tmp_path: Path) -> None
     ],
 )
 def test_a_description_that_was_tampered_with_is_refused(change: Callable[[Any], object], sentence: str) -> None:
-    saved = NonConjugateGP(KERNEL, Gaussian(0.1)).fit(X, wave).state_dict()
+    saved = NonConjugateGP(KERNEL, Gaussian(0.1), policy="curvature_residual").fit(X, wave).state_dict()
     change(saved)
     with pytest.raises(ValueError, match=sentence):
         NonConjugateGP.from_state_dict(saved)
