@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -37,6 +38,7 @@ from ntk_iterncgp.likelihoods import Bernoulli, Gaussian, Likelihood, Poisson, S
 
 MEDIAN_POINTS = 500  # of the data, by whose distances lengthscales start
 ARD_DIMENSIONS = 10  # up to which the default kernel has one lengthscale for each feature
+CLASS_OUTPUTSCALE = 16.0  # of logits: a standard deviation of 4, where one class of two has 98 %
 ARD_DATA = 10  # for each feature, at least
 
 
@@ -63,13 +65,25 @@ class _GPEstimator(BaseEstimator):
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
         """Fit to data."""
 
-    def _fit(self, X: Any, y: Tensor, likelihood: Likelihood, mean: float | Tensor, outputscale: float) -> None:
-        """Fit `gp_`, at the hyperparameters that its evidence prefers if it is asked to choose them."""
+    def _fit(
+        self,
+        X: Any,
+        y: Tensor,
+        likelihood: Likelihood,
+        mean: float,
+        outputscale: float,
+        *,
+        fixed: Sequence[str] = (),
+    ) -> None:
+        """Fit `gp_`, at the hyperparameters that its evidence prefers if it is asked to choose them.
+
+        Those named in `fixed` stay as they are in the default kernel.
+        """
         inputs = torch.tensor(X)
         kernel = default_kernel(inputs, outputscale) if self.kernel is None else self.kernel
         gp = NonConjugateGP(kernel, likelihood, mean=mean, max_products=self.max_products, seed=self._seed())
         if self.optimize:
-            gp.optimize(inputs, y)
+            gp.optimize(inputs, y, fixed=fixed if self.kernel is None else ())
         else:
             gp.fit(inputs, y)
         self.gp_ = gp
@@ -116,7 +130,8 @@ class GPClassifier(ClassifierMixin, _GPEstimator):
         if len(self.classes_) < 2:
             raise ValueError(f"GPClassifier needs labels of at least two classes; got one class, '{self.classes_[0]}'.")
         likelihood = Bernoulli() if len(self.classes_) == 2 else Softmax(len(self.classes_))
-        self._fit(X, torch.tensor(numbers), likelihood, 0.0, 4.0)
+        # Laplace's evidence of classes that can be separated rises with the outputscale without end.
+        self._fit(X, torch.tensor(numbers), likelihood, 0.0, CLASS_OUTPUTSCALE, fixed=["outputscale"])
         return self
 
     def predict_proba(self, X: ArrayLike) -> NDArray:
