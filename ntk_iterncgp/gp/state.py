@@ -20,19 +20,27 @@ from torch import Tensor
 
 from ntk_iterncgp import likelihoods
 from ntk_iterncgp.fitting.drive import Run, Trajectory
-from ntk_iterncgp.fitting.self_check import problems
+from ntk_iterncgp.fitting.exact_run import ExactRun
+from ntk_iterncgp.fitting.self_check import SelfCheckError, problems
 from ntk_iterncgp.fitting.solver_run import SolverRun
-from ntk_iterncgp.gp.checks import computing_dtype
 from ntk_iterncgp.kernels import Kernel, kernel_from_dict, kernel_to_dict
 from ntk_iterncgp.likelihoods import Likelihood
 from ntk_iterncgp.persistence.files import FileError, read_tensors, with_tensors, without_tensors, write_tensors
 from ntk_iterncgp.priors.gram import GramPrior
-from ntk_iterncgp.solver import NewtonOptions, Policy, Problem, State, Status, Stopping, initial_state, newton
+from ntk_iterncgp.solver import NewtonOptions, Policy, State, Status, Stopping, newton
+from ntk_iterncgp.solver.exact import ExactState
 from ntk_iterncgp.solver.policies import POLICIES, resolve_policy
 
 KIND, VERSION = "ntk-iterncgp Gaussian process", 1
 G = TypeVar("G")
-PLAIN = ("kronecker", "product_method", "product_tolerance", "chunk_bytes", "seed")  # settings that are themselves
+PLAIN = (
+    "mode",
+    "kronecker",
+    "product_method",
+    "product_tolerance",
+    "chunk_bytes",
+    "seed",
+)  # settings that are themselves
 
 
 def state_dict(gp: Any) -> dict[str, Any]:
@@ -58,7 +66,7 @@ def state_dict(gp: Any) -> dict[str, Any]:
         "stopping": asdict(gp.stopping),
         "options": asdict(gp.options),
         "dtype": None if gp.dtype is None else str(gp.dtype).removeprefix("torch."),
-        "products_by": report.products_by,
+        "is_exact": isinstance(state, ExactState),
         "inputs": prior.inputs.to(prior.data_dtype),
         "targets": state.problem.targets,
         "run": _run(gp, state).to_dict(ended),
@@ -95,18 +103,21 @@ def from_state_dict(
         gp: Any = _unfitted(kind, saved, kernel, likelihood, policy, device)
         device = gp.device or torch.device("cpu")
         inputs, targets = saved["inputs"].to(device), saved["targets"].to(device)
-        start = _start(gp, inputs, targets)
+        start = _start(gp, inputs, targets, is_exact=saved["is_exact"])
         trajectory = _run(gp, start).from_dict(saved["run"], Trajectory(start, [], 0.0))
     except (KeyError, TypeError, AttributeError, RuntimeError, IndexError) as error:
         raise ValueError(f"it does not describe a fitted GP ({type(error).__name__}: {error})") from error
     trajectory.before, trajectory.seconds = trajectory.seconds, 0.0
-    found = problems(trajectory.state)
+    found = {} if saved["is_exact"] else problems(trajectory.state)  # those of an exact one cannot be mended
     if found:
         raise ValueError(
             f"it does not agree with its kernel and its data: expected {'; and '.join(found.values())}. Was it saved "
             "with another kernel or likelihood than the one given?"
         )
-    gp._take(trajectory, saved["products_by"])
+    try:
+        gp._take(trajectory)
+    except SelfCheckError as error:
+        raise ValueError(f"it does not agree with its kernel and its data: {error}") from error
     return gp
 
 
@@ -206,23 +217,18 @@ def _unknown_policy(state: State) -> Tensor:
     )
 
 
-def _start(gp: Any, inputs: Tensor, targets: Tensor) -> State:
-    """Where the fit began: the formats of a state."""
-    capacity, outputs = gp._capacity(len(inputs)), 1 if gp.kronecker else gp.likelihood.num_outputs
-    prior = GramPrior(
-        gp.kernels,
-        inputs.to(computing_dtype(gp.kernels, inputs, capacity * outputs)),
-        gp.mean,
-        chunk_bytes=gp.chunk_bytes,
-        method=gp.product_method,
-        tolerance=gp.product_tolerance,
-        data_dtype=inputs.dtype,
-    )
-    return initial_state(
-        Problem(prior, gp.likelihood, targets), seed=gp.seed, capacity=capacity, kronecker=gp.kronecker
-    )
+def _start(gp: Any, inputs: Tensor, targets: Tensor, *, is_exact: bool) -> State | ExactState:
+    """Where such a fit begins: the formats of its state."""
+    mode, gp.mode = gp.mode, "exact" if is_exact else "iterative"
+    try:
+        found: State | ExactState = gp._start(inputs, targets)
+    finally:
+        gp.mode = mode
+    return found
 
 
-def _run(gp: Any, state: State) -> Run[Any]:
+def _run(gp: Any, state: State | ExactState) -> Run[Any]:
     """The run of which a state is the last one."""
+    if isinstance(state, ExactState):
+        return ExactRun(state)
     return SolverRun(lambda state: newton(state, gp.policy, gp.stopping, gp.options), state, gp.stopping.max_products)

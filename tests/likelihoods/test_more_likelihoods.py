@@ -309,3 +309,13 @@ def test_several_noises_are_not_a_noise() -> None:
 def test_a_curvature_that_sees_the_targets_asks_for_them(name: str) -> None:
     with pytest.raises(RuntimeError, match="Call given"):
         CASES[name][0].curvature(draw(N, 1), draw(N, 1, 1))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_hyperparameters_are_found_by_the_evidence_of_each_likelihood(name: str) -> None:
+    likelihood, targets = CASES[name]
+    X = draw(N, 1)
+    before = NonConjugateGP(RBF(5.0, 0.1), likelihood).fit(X, targets)
+    after = NonConjugateGP(RBF(5.0, 0.1), likelihood).optimize(X, targets, max_steps=2)
+    assert after.optimization_ is not None and after.elbo() >= before.elbo() - 0.5
+    assert repr(after.kernels) != repr(before.kernels)
