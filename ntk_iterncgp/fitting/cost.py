@@ -1,10 +1,10 @@
 """What a fit will take, before any of it is done: seconds from timing one batch, epochs, and memory by counting.
 
 `Plan` says what a fit is going to do, from sizes and the first batch. A backward pass over b data takes α + βb seconds,
-where α is what weights cost and β what data cost. It is timed with as many data as fit in `PATIENCE`, of the first batch
-at the most, and the rest is a line through the last two: no more than that, or three data, for each thing timed, whatever
-the network and the number of its outputs. What goes through all images is timed on a slice of them. All rows of J at an input are C backward passes; no more than
-a few contrasts of the outputs are timed, and the rest is scaled:
+where α is what weights cost and β what data cost. It is timed with as many data as fit in `PATIENCE`, of the first
+batch at the most, and the rest is a line through the last two: no more than that, or a few data, for each thing timed,
+whatever the network and the number of its outputs. What goes through all images is timed on a slice of them. All rows
+of J at an input are C backward passes; no more than a few contrasts of the outputs are timed, and the rest is scaled:
 
     derivatives  (1 + 2C)/3 epochs of one datum         products with actions  C         their own covariance  P C²
 """
