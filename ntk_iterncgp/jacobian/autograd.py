@@ -93,7 +93,13 @@ class Jacobian(NetworkJacobian):
             return self._gradients(self.forward(x, leaves), leaves, cotangents)
 
     def _gradients(
-        self, outputs: Tensor, leaves: Mapping[str, Tensor], cotangents: Tensor, *, create_graph: bool = False
+        self,
+        outputs: Tensor,
+        leaves: Mapping[str, Tensor],
+        cotangents: Tensor,
+        *,
+        create_graph: bool = False,
+        retain_graph: bool = False,
     ) -> Tensor:  # (…), (…, k) -> (P, k)
         """One backward pass per column, which every model has that can be trained."""
         columns = []
@@ -102,7 +108,7 @@ class Jacobian(NetworkJacobian):
                 outputs,
                 list(leaves.values()),
                 cotangents[..., j].to(outputs.dtype),
-                retain_graph=create_graph or j + 1 < cotangents.shape[-1],
+                retain_graph=create_graph or retain_graph or j + 1 < cotangents.shape[-1],
                 create_graph=create_graph,
                 allow_unused=True,
             )
@@ -150,26 +156,34 @@ class Jacobian(NetworkJacobian):
             return
         self._shapes = shapes
         turned = torch.arange(min(PROOF_ROWS, num_rows)).flip(0)  # a model may sort its batch, and some be in order
-        with torch.no_grad():
-            C = self.forward(some).shape[1]
-            one, two = self._proven(some, C, 1), self._proven(slice_rows(some, turned, len(turned)), C, 2)
-            if one is None or two is None:
-                self._places = None
-                return
-            # What rows take is nearly a line in their number: a part for all outputs, and one for each.
-            numbers = one.num_numbers + (C - 1) * max(0, two.num_numbers - one.num_numbers)
-            self._numbers_per_output = -(-numbers // one.outputs.numel())
+        leaves = self._leaves()
+        with torch.enable_grad(), plain_attention():
+            outputs = self.forward(some, leaves)  # once, for all backward passes of the proof
+        C = outputs.shape[1]
 
-    def _proven(self, x: Inputs, num_outputs: int, number: int) -> LayerRows | None:
+        def pull_back(cotangents: Tensor) -> Tensor:  # (b, C) -> (P,)
+            return self._gradients(outputs, leaves, cotangents[..., None], retain_graph=True)[:, 0]
+
+        with torch.no_grad():
+            one = self._proven(some, C, 1, pull_back)
+            two = self._proven(slice_rows(some, turned, len(turned)), C, 2, lambda c: pull_back(c.flip(0)))
+        if one is None or two is None:
+            self._places = None
+            return
+        # What rows take is nearly a line in their number: a part for all outputs, and one for each.
+        numbers = one.num_numbers + (C - 1) * max(0, two.num_numbers - one.num_numbers)
+        self._numbers_per_output = -(-numbers // one.outputs.numel())
+
+    def _proven(
+        self, x: Inputs, num_outputs: int, number: int, pull_back: Callable[[Tensor], Tensor]
+    ) -> LayerRows | None:
         """Rows by layers of random combinations of the outputs, if reverse mode agrees: for a thousand outputs as cheap
         as for one, and none of them can be wrong alone."""
         generator = torch.Generator().manual_seed(number)
         contrasts = torch.randn(num_outputs, number, generator=generator, dtype=torch.float64)
         contrasts = contrasts.to(self.device, self.dtype)
         rows = self._rows_by_layers(x, contrasts)
-        if rows is None or not rows.agrees_with(lambda c: self.vjp(x, (c @ contrasts.T)[..., None])[:, 0]):
-            return None
-        return rows
+        return rows if rows is not None and rows.agrees_with(lambda c: pull_back(c @ contrasts.T)) else None
 
     def bytes_per_row(self, num_outputs: int) -> int:
         # Of J as a whole there are three copies: itself, what it is concatenated from, and J Λ^{-½}. By layers there is
