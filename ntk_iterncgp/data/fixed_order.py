@@ -206,7 +206,8 @@ class FixedOrderData:
                     f"A batch that is a mapping is expected to hold targets under {self.dict_key_y!r} (dict_key_y), "
                     f"but this one has the keys {sorted(map(str, batch))}. Set dict_key_y to the right one."
                 )
-            return to_device(batch, self.device), to_device(batch[self.dict_key_y], self.device)
+            moved = to_device(batch, self.device)
+            return moved, moved[self.dict_key_y]
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise ValueError(
                 f"Each batch is expected to be a pair (x, y) or a mapping, but got {type(batch).__name__}"
