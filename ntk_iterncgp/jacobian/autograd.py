@@ -25,6 +25,7 @@ from torch.func import functional_call, jvp, vjp, vmap
 
 from ntk_iterncgp.data.fixed_order import Inputs, slice_rows
 from ntk_iterncgp.jacobian.base import NetworkJacobian
+from ntk_iterncgp.jacobian.calling import arguments, as_outputs
 from ntk_iterncgp.jacobian.layers import LayerRows, aliases_of, layer_rows, layers_of, padding_rows
 from ntk_iterncgp.jacobian.rows import DenseRows, Rows
 from ntk_iterncgp.runtime.threads import FORWARD_MODE, exclusively, plain_attention
@@ -82,7 +83,8 @@ class Jacobian(NetworkJacobian):
         if self._constants:
             named, x = self._constants | named, _floats_to(x, self.dtype)
         with exclusively(self.model):
-            return as_outputs(functional_call(self.model, named, (x,), tie_weights=False))
+            positional, by_name = arguments(self.model, x)
+            return as_outputs(functional_call(self.model, named, positional, by_name, tie_weights=False))
 
     # --- products on a batch --------------------------------------------------------------------------------------
 
@@ -311,18 +313,10 @@ class Jacobian(NetworkJacobian):
 
 def derivative_dtype(num_params: int, own: torch.dtype, num_data: int | None, *, is_regression: bool) -> torch.dtype:
     """Float64 where it costs next to nothing: small networks that regress, or that see few data. With little noise, or
-    a weak prior, a posterior variance is a small difference of large numbers."""
+    a weak prior, a posterior variance is a small difference of large numbers. Never half precision."""
+    own = torch.promote_types(own, torch.float32)
     is_small = num_params <= SMALL_NETWORK and (is_regression or (num_data is not None and num_data <= FEW_DATA))
     return torch.float64 if is_small and own == torch.float32 else own
-
-
-def as_outputs(outputs: object) -> Tensor:  # (b, C)
-    """What a model returned as (b, C); Hugging Face models return an object with `logits`."""
-    outputs = getattr(outputs, "logits", outputs)
-    if not isinstance(outputs, Tensor) or outputs.ndim not in (1, 2):
-        found = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-        raise ValueError(f"The model is expected to return a tensor of shape (b, C) or (b,), but returned {found}.")
-    return outputs if outputs.ndim == 2 else outputs[:, None]
 
 
 def _in_dtype(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
