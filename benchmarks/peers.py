@@ -8,7 +8,7 @@ should not be sure about, and the other way round (where the data are there, NTK
 temperature scaling, the prior alone, laplace-torch's last layer, KFAC, SoD and ELLA, VaLLA, and ours after 1.3, 5 and
 20 epochs. Each method has one number, chosen by two-fold cross-fit on the test inputs.
 
-NLL       by the accurate link, with the 95 % bootstrap interval of its difference to ours after 1.3 epochs
+NLL       by quadrature, with the 95 % bootstrap interval of its difference to ours after 1.3 epochs
 OOD       area under the ROC curve, by the entropy of the prediction, by its epistemic part where there is one, and by
           the variance of the difference between the two largest outputs, at the precision that the evidence prefers
 epochs    CPU seconds of the fit over those of a forward+backward pass over the training data in the same process

@@ -120,7 +120,7 @@ class _Called(Kernel):
 
     def __init__(self, kernel: Any) -> None:
         self.module = _Matrix(kernel.requires_grad_(False))
-        self._input_dimension = kernel.ard_num_dims
+        self._input_dimension: int | None = kernel.ard_num_dims
 
     @property
     def input_dimension(self) -> int | None:

@@ -56,4 +56,5 @@ class Formula:
     def at(self, squared: Callable[[Tensor], Tensor]) -> Tensor:
         """In float64, given a function from lengthscale to r²."""
         distances = [squared(lengthscale) for lengthscale in self.lengthscales]
-        return self.evaluate(distances, [number.to(distances[0].device) for number in self.numbers])
+        values: Tensor = self.evaluate(distances, [number.to(distances[0].device) for number in self.numbers])
+        return values

@@ -83,7 +83,8 @@ class GemmEngine(Engine):
 
     def tile(self, rows: list[Norms], columns: list[Norms]) -> Tensor:
         squared = [d.tile(x, z) for d, x, z in zip(self.distances, rows, columns, strict=True)]
-        return self.formula.evaluate(squared, self.numbers)
+        values: Tensor = self.formula.evaluate(squared, self.numbers)
+        return values
 
 
 def reach(formula: Formula, place: int, error: float, tolerance: float) -> float:
@@ -96,7 +97,8 @@ def reach(formula: Formula, place: int, error: float, tolerance: float) -> float
     def value(squared: Tensor) -> Tensor:
         others = [torch.zeros_like(squared) for _ in formula.lengthscales]
         others[place] = squared
-        return formula.evaluate(others, [number.cpu() for number in formula.numbers])
+        values: Tensor = formula.evaluate(others, [number.cpu() for number in formula.numbers])
+        return values
 
     change = (value((grid - error).clamp_min(0)) - value(grid + error)).abs()
     sensitive = grid[change > tolerance * value(torch.zeros_like(grid)).abs()]

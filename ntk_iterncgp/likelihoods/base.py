@@ -123,7 +123,8 @@ class Likelihood(ABC):
     def curvature_root(self, latent: Tensor, block: Tensor) -> Tensor:  # (N, C), (N, C, k) -> (N, C, k)
         """H V, for some H with H Hᵀ = W."""
         values, vectors = torch.linalg.eigh(self._blocks(latent))
-        return vectors @ (values.clamp_min(0).sqrt()[..., None] * block)
+        result: Tensor = vectors @ (values.clamp_min(0).sqrt()[..., None] * block)
+        return result
 
     def curvature_traces(self, latent: Tensor) -> Tensor:  # (N, C) -> (N,)
         """tr(W_n) of each datum: how much it may say."""

@@ -62,7 +62,8 @@ class Data:
         size = len(data)  # type: ignore[arg-type]
         if size - count < 2:
             raise ConfigError(
-                f"data.held_out expects at least two inputs fewer than the {size} of the {source} set, but got {count}."
+                f"data.held_out must be at least two inputs fewer than the {size} of the {source} set; got "
+                f"{count}. Try null."
             )
         order = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
         rest = chosen_of(data, order[count:].sort().values)

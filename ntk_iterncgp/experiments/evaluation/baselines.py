@@ -49,7 +49,7 @@ class Baseline(ABC):
     def __init__(
         self,
         model: nn.Module,
-        loader: DataLoader,
+        loader: DataLoader[Any],
         settings: EvaluateConfig,
         seed: int,
         grid: Tensor,
@@ -68,7 +68,7 @@ class Baseline(ABC):
         self.seen.append(self._keep(rows))
 
     @abstractmethod
-    def _fit(self, model: nn.Module, loader: DataLoader) -> None: ...
+    def _fit(self, model: nn.Module, loader: DataLoader[Any]) -> None: ...
 
     @abstractmethod
     def _keep(self, rows: DenseRows) -> Tensor:
@@ -97,7 +97,7 @@ class _InEigenbasis(Baseline):
 class LastLayer(_InEigenbasis):
     label = "last layer (laplace-torch)"
 
-    def _fit(self, model: nn.Module, loader: DataLoader) -> None:
+    def _fit(self, model: nn.Module, loader: DataLoader[Any]) -> None:
         la = _fitted("last_layer", "full", model, self.progress.counted(loader))
         values, vectors = torch.linalg.eigh(la.H.double())
         self.basis, self.eigenvalues = vectors.to(la.H.dtype), values
@@ -117,7 +117,7 @@ class LastLayer(_InEigenbasis):
 class Exact(_InEigenbasis):
     label = "exact linearised Laplace"
 
-    def _fit(self, model: nn.Module, loader: DataLoader) -> None:
+    def _fit(self, model: nn.Module, loader: DataLoader[Any]) -> None:
         jacobian = Jacobian(model)
         if jacobian.num_params > self.settings.exact_limit:
             raise Unavailable(f"{jacobian.num_params:,} weights are more than evaluate.exact_limit.")
@@ -134,7 +134,7 @@ class Exact(_InEigenbasis):
 class Ella(_InEigenbasis):
     label = "ELLA (laplace-torch)"
 
-    def _fit(self, model: nn.Module, loader: DataLoader) -> None:
+    def _fit(self, model: nn.Module, loader: DataLoader[Any]) -> None:
         size = min(self.settings.ella_size, len(loader.dataset))  # type: ignore[arg-type]
         la = ELLA(deepcopy(model), "classification", size, min(self.settings.ella_rank, size), seed=self.seed)
         try:
@@ -150,7 +150,7 @@ class Ella(_InEigenbasis):
 class Kfac(Baseline):
     label = "KFAC (laplace-torch)"
 
-    def _fit(self, model: nn.Module, loader: DataLoader) -> None:
+    def _fit(self, model: nn.Module, loader: DataLoader[Any]) -> None:
         self.kron = _fitted("all", "kron", model, self.progress.counted(loader)).H
 
     def _keep(self, rows: DenseRows) -> Tensor:  # (g, b, C, C)
@@ -196,7 +196,7 @@ class _Downdating(Baseline):
 class PriorOnly(_Downdating):
     label = "prior only"
 
-    def _fit(self, model: nn.Module, loader: DataLoader) -> None:
+    def _fit(self, model: nn.Module, loader: DataLoader[Any]) -> None:
         weights = Jacobian(model).weights()
         self.directions, self.gamma = weights.new_zeros(len(weights), 0), weights.new_zeros(0)
 
@@ -205,7 +205,7 @@ class PriorOnly(_Downdating):
 class SubsetOfData(_Downdating):
     label = "subset of data (laplace-torch)"
 
-    def _fit(self, model: nn.Module, loader: DataLoader) -> None:
+    def _fit(self, model: nn.Module, loader: DataLoader[Any]) -> None:
         size = min(self.settings.sod_size, len(loader.dataset))  # type: ignore[arg-type]
         chosen = torch.randperm(len(loader.dataset), generator=torch.Generator().manual_seed(self.seed))[:size]  # type: ignore[arg-type]
         subset = DataLoader(Subset(loader.dataset, chosen.tolist()), loader.batch_size, collate_fn=loader.collate_fn)
@@ -224,7 +224,7 @@ class SubsetOfData(_Downdating):
 class Valla(_Downdating):
     label = "VaLLA"
 
-    def _fit(self, model: nn.Module, loader: DataLoader) -> None:
+    def _fit(self, model: nn.Module, loader: DataLoader[Any]) -> None:
         settings, size = self.settings, min(self.settings.valla_size, len(loader.dataset))  # type: ignore[arg-type]
         found = fit_valla(
             Jacobian(model),
@@ -251,7 +251,7 @@ BASELINES: dict[str, type[Baseline]] = {
 }
 
 
-def rows_of(jacobian: Jacobian, loader: DataLoader, progress: Progress | None = None) -> Any:
+def rows_of(jacobian: Jacobian, loader: DataLoader[Any], progress: Progress | None = None) -> Any:
     """Rows of J for each part of a loader's data."""
     data, progress = FixedOrderData(loader, device=jacobian.device), progress or Progress()
     progress.start(data.num_items, "data")
@@ -263,7 +263,7 @@ def rows_of(jacobian: Jacobian, loader: DataLoader, progress: Progress | None = 
                 progress.advance(len(part))
 
 
-def _fitted(subset: str, structure: str, model: nn.Module, loader: DataLoader) -> Any:
+def _fitted(subset: str, structure: str, model: nn.Module, loader: DataLoader[Any]) -> Any:
     try:
         # A copy: finding the last layer, and backends, leave hooks behind.
         la = Laplace(deepcopy(model), "classification", subset_of_weights=subset, hessian_structure=structure)

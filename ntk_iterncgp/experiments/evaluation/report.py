@@ -75,7 +75,7 @@ def summary(comparison: Comparison, config: RunConfig, about: Mapping[str, Any],
     return (
         f"{what_was_run(config, about)}, {len(comparison.labels):,} test inputs. Ours: rank {about['rank']}, at least "
         f"{100 * captured:.1f} % of the information captured. {PROTOCOLS[config.tuning.protocol]}; probabilities by "
-        "the accurate link, diagonal probit beside it."
+        "quadrature, diagonal probit beside it."
     )
 
 
