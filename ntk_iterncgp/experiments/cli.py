@@ -182,6 +182,7 @@ def _settings(arguments: argparse.Namespace) -> RunConfig:
 
 
 def with_output_dir(config: RunConfig, folder: str) -> RunConfig:
+    """Put the results elsewhere."""
     if not folder:
         raise ConfigError("output_dir must be the name of a folder; got an empty text. Try runs/mine.")
     return replace(config, output_dir=folder)

@@ -61,6 +61,7 @@ def cnn(num_classes: int, input_shape: tuple[int, ...], width: int = 8) -> nn.Mo
 
 
 def lenet(num_classes: int = 10, input_shape: tuple[int, ...] = (1, 28, 28)) -> nn.Module:
+    """LeNet-5 with ReLU and max pooling."""
     channels, side, _ = _image_shape("lenet", input_shape, smallest=12)
     return nn.Sequential(
         nn.Conv2d(channels, 6, 5, padding=2),
@@ -79,6 +80,8 @@ def lenet(num_classes: int = 10, input_shape: tuple[int, ...] = (1, 28, 28)) -> 
 
 
 class Block(nn.Module):
+    """Two convolutions and a shortcut."""
+
     def __init__(self, inner: int, outer: int, stride: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(inner, outer, 3, stride, 1, bias=False)

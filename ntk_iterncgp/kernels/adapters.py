@@ -83,8 +83,11 @@ class FromGPyTorch(Kernel):
 
 
 def _without_keops(kernel: Any) -> Any:
-    """A copy in which gpytorch's KeOps kernels are its ordinary ones: the same parameters and values, but matrices that
-    can be differentiated tile by tile. Products go through this library's own KeOps formula."""
+    """A copy in which gpytorch's KeOps kernels are its ordinary ones.
+
+    The same parameters and values, but matrices that can be differentiated tile by tile. Products go through this
+    library's own KeOps formula.
+    """
     from gpytorch import kernels as theirs
 
     ordinary = {getattr(theirs.keops, name): getattr(theirs, name) for name in KEOPS}

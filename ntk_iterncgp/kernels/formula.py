@@ -27,6 +27,7 @@ class Formula:
 
     @classmethod
     def of(cls, kernel: Kernel) -> Formula:
+        """Record which distances and numbers the formula of a kernel asks for."""
         lengthscales: list[Tensor] = []
         numbers: list[Tensor] = []
 
@@ -51,6 +52,7 @@ class Formula:
         return [scaled_points(lengthscale, X1, X2) for lengthscale in self.lengthscales]
 
     def numbers_like(self, X: Tensor) -> list[Tensor]:
+        """The numbers in the dtype and on the device of X."""
         return [cast_like(number, X) for number in self.numbers]
 
     def at(self, squared: Callable[[Tensor], Tensor]) -> Tensor:

@@ -129,6 +129,7 @@ def missing_compiler() -> str | None:
 
 @functools.cache
 def warn_once(message: str) -> None:
+    """Warn of this once per process."""
     warnings.warn(message, stacklevel=2)
 
 

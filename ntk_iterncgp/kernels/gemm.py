@@ -45,12 +45,15 @@ class ExpandedDistances:
         self.reach = reach(formula, place, error, TOLERANCE[X1.dtype])
 
     def rows(self, index: Index) -> Norms:
+        """Some points of X1."""
         return Norms(self.X1[index], self.norms1[index])
 
     def columns(self, index: Index) -> Norms:
+        """Some points of X2."""
         return Norms(self.X2[index], self.norms2[index])
 
     def tile(self, rows: Norms, columns: Norms) -> Tensor:  # (a, b)
+        """r² of all pairs; close ones from differences, since the expansion cancels there."""
         x, z = rows.points, columns.points
         squared = torch.addmm(columns.norms, x, z.T, alpha=-2).add_(rows.norms[:, None])
         close = squared <= self.reach

@@ -79,10 +79,12 @@ class KernelMatrix:
 
     @property
     def method(self) -> str:
+        """The method that products use."""
         return self.choice.method
 
     @property
     def reason(self) -> str:
+        """Why this method."""
         return self.choice.reason
 
     def __repr__(self) -> str:
@@ -124,8 +126,11 @@ class KernelMatrix:
 
     @cached_property
     def rounding_of_points(self) -> float:
-        """How far an entry may be off, as a share of k(x, x), since points are centred, scaled and rounded: no kernel
-        of the distance is steeper than 1. Beyond other rounding only where the data spread over many lengthscales."""
+        """How far an entry may be off, as a share of k(x, x), since points are centred, scaled and rounded.
+
+        No kernel of the distance is steeper than 1. Beyond other rounding only where the data spread over many
+        lengthscales.
+        """
         if not self.kernel.is_of_distance or 0 in self.shape:
             return 0.0
         pairs = Formula.of(self.kernel).points(self._x1, self._x2)

@@ -98,8 +98,10 @@ class Likelihood(ABC):
         return block
 
     def project_in_noise(self, block: Tensor, noise: Tensor) -> Tensor:  # (N, C, k), (N, C) -> (N, C, k)
-        """The projection onto the range of W that is orthogonal in the metric of the noise, given by its diagonal: what
-        it adds to a block is as small as W allows. The same as `project` where W has full rank."""
+        """The projection onto the range of W that is orthogonal in the metric of the noise, given by its diagonal.
+
+        What it adds to a block is as small as W allows. The same as `project` where W has full rank.
+        """
         return self.project(block)
 
     def contrasts(self, device: torch.device) -> Tensor:  # (C, q)

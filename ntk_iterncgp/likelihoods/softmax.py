@@ -68,8 +68,11 @@ class Softmax(Likelihood):
         return block - block.mean(1, keepdim=True)
 
     def project_in_noise(self, block: Tensor, noise: Tensor) -> Tensor:
-        """s − π Σ_c s_c. The entry of the likeliest class is what the others leave, so that the sum is zero to the
-        rounding of the smallest entries: 1 − π of a decided datum would be rounding alone."""
+        """s − π Σ_c s_c.
+
+        The entry of the likeliest class is what the others leave, so that the sum is zero to the rounding of the
+        smallest entries: 1 − π of a decided datum would be rounding alone.
+        """
         probabilities = (1 / noise).to(block.dtype)[..., None]
         inside = block - probabilities * block.sum(1, keepdim=True)
         likeliest = probabilities.argmax(1, keepdim=True).expand(-1, -1, block.shape[2])

@@ -47,6 +47,7 @@ IDX_FILES = {
 
 
 def data_root(config: DataConfig) -> Path:
+    """Return the folder of data sets: data.root, NTK_ITERNCGP_DATA or data/."""
     return Path(config.root or os.environ.get("NTK_ITERNCGP_DATA") or "data")
 
 

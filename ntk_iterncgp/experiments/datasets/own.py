@@ -54,6 +54,7 @@ def inputs_for(path: Path, scaling: Scaling, input_shape: tuple[int, ...]) -> Te
 
 
 def user_arrays(config: DataConfig, seed: int) -> Data:
+    """Read data.train and data.test; without the latter a fifth of the former is held out."""
     x, y = _read_arrays(config.train, "data.train", config.task)
     if config.test is not None:
         test = _read_arrays(config.test, "data.test", config.task)
@@ -159,8 +160,10 @@ def _one_each(path: Path, y: Tensor) -> Tensor:  # (N,) or (N, 1) -> (N,)
 
 
 def _read_csv(path: Path, *, last_is_label: bool | None, num_inputs: int = 0) -> tuple[Tensor, Tensor | None]:
-    """Numbers with commas, quoted or not, with or without a line of headings. `None`: a label is there if there is a
-    column for it."""
+    """Numbers with commas, quoted or not, with or without a line of headings.
+
+    `None`: a label is there if there is a column for it.
+    """
     try:
         with path.open(encoding="utf-8-sig") as file:  # spreadsheets mark their files as UTF-8
             first = file.readline()
@@ -179,6 +182,7 @@ def _read_csv(path: Path, *, last_is_label: bool | None, num_inputs: int = 0) ->
 
 
 def image_folders(config: DataConfig, seed: int) -> Data:
+    """Open folders of images, one per class; without data.test a fifth is held out."""
     scaling = Scaling((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     steps = [
         torchvision.transforms.Resize(config.image_size),

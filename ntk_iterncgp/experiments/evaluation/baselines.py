@@ -64,6 +64,7 @@ class Baseline(ABC):
             self._fit(model, loader)
 
     def see(self, rows: DenseRows) -> None:
+        """Take in the rows of J at some of the inputs."""
         self.outputs.append(rows.outputs.detach())
         self.seen.append(self._keep(rows))
 
@@ -75,7 +76,8 @@ class Baseline(ABC):
         """What predictions need of these inputs."""
 
     @abstractmethod
-    def family(self, start: float, num_samples: int) -> Family: ...
+    def family(self, start: float, num_samples: int) -> Family:
+        """Return the predictions at all inputs seen, as a function of the prior precision."""
 
 
 class _InEigenbasis(Baseline):
@@ -95,6 +97,8 @@ class _InEigenbasis(Baseline):
 
 @final
 class LastLayer(_InEigenbasis):
+    """The full Laplace posterior of the last layer, by laplace-torch."""
+
     label = "last layer (laplace-torch)"
 
     def _fit(self, model: nn.Module, loader: DataLoader[Any]) -> None:
@@ -115,6 +119,8 @@ class LastLayer(_InEigenbasis):
 
 @final
 class Exact(_InEigenbasis):
+    """The linearised Laplace posterior of all weights, from the whole P×P GGN."""
+
     label = "exact linearised Laplace"
 
     def _fit(self, model: nn.Module, loader: DataLoader[Any]) -> None:
@@ -132,6 +138,8 @@ class Exact(_InEigenbasis):
 
 @final
 class Ella(_InEigenbasis):
+    """ELLA: eigenfunctions of the NTK from a random subset, by laplace-torch."""
+
     label = "ELLA (laplace-torch)"
 
     def _fit(self, model: nn.Module, loader: DataLoader[Any]) -> None:
@@ -148,6 +156,8 @@ class Ella(_InEigenbasis):
 
 @final
 class Kfac(Baseline):
+    """The Kronecker-factored GGN, by laplace-torch."""
+
     label = "KFAC (laplace-torch)"
 
     def _fit(self, model: nn.Module, loader: DataLoader[Any]) -> None:
@@ -194,6 +204,8 @@ class _Downdating(Baseline):
 
 @final
 class PriorOnly(_Downdating):
+    """Variance k(x, x), without any data."""
+
     label = "prior only"
 
     def _fit(self, model: nn.Module, loader: DataLoader[Any]) -> None:
@@ -203,6 +215,8 @@ class PriorOnly(_Downdating):
 
 @final
 class SubsetOfData(_Downdating):
+    """The posterior of a random subset of the data with diagonal curvature, by laplace-torch."""
+
     label = "subset of data (laplace-torch)"
 
     def _fit(self, model: nn.Module, loader: DataLoader[Any]) -> None:
@@ -222,6 +236,8 @@ class SubsetOfData(_Downdating):
 
 @final
 class Valla(_Downdating):
+    """VaLLA: inducing inputs trained by the variational objective."""
+
     label = "VaLLA"
 
     def _fit(self, model: nn.Module, loader: DataLoader[Any]) -> None:

@@ -92,6 +92,7 @@ def panels(comparison: Comparison, fit: Mapping[str, Any]) -> list[tuple[str, st
 
 
 def svg(draw: Draw) -> str:
+    """Draw a figure and return it as SVG text."""
     style: Any = {
         "font.size": 9,
         "axes.spines.top": False,
@@ -176,6 +177,7 @@ def _other_panels(name: str, results: Sequence[Result]) -> list[tuple[str, str, 
 
 
 def information(axes: Axes, history: Sequence[Mapping[str, Any]]) -> None:
+    """Draw the information captured against the cost."""
     in_epochs = all(record.get("epochs") is not None for record in history)
     cost = [record["epochs"] if in_epochs else record["num_products"] for record in history]
     captured = [100 * record["information_captured"] for record in history]
@@ -195,6 +197,7 @@ def _contraction(axes: Axes, contraction: Mapping[str, Tensor]) -> None:
 
 
 def against_exact(axes: Axes, ratio: Tensor) -> None:
+    """Draw a histogram of our variance over the exact one."""
     axes.axvline(1, color="0.4", linewidth=0.8)
     low, high = min(0.95, float(ratio.min())), float(ratio.max())
     bins = np.geomspace(low, max(high, 1.05), 31).tolist()

@@ -78,6 +78,7 @@ class Page:
 
 
 def as_html(page: Page, config: RunConfig) -> str:
+    """Return the page as HTML text."""
     missing = [f"{escape(label)}: not available here. {escape(why)}" for label, why in page.results.missing.items()]
     columns = [*page.results.columns, *(page.others.columns if page.others else [])]
     meanings = "".join(f"<dt>{escape(c.heading)}</dt><dd>{escape(c.sentence)}</dd>" for c in columns)
@@ -126,6 +127,7 @@ def cost_table(results: Sequence[Any]) -> Table:
 
 
 def cost_note(cost: Mapping[str, Any], rows_seconds: float) -> str:
+    """Say what the numbers of the cost table count, and what the whole run took."""
     rows = f"The rows of J took {rows_seconds:.0f} s, once for all methods, and are counted in each. "
     whole = (
         f"The whole run took {cost['seconds']:.0f} s and {cost['peak_memory_bytes'] / 2**20:,.0f} MiB at its peak, on "

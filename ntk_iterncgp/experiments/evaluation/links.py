@@ -28,4 +28,5 @@ def mutual_information(mean: Tensor, covariance: Tensor, *, num_samples: int) ->
 
 
 def entropy(probabilities: Tensor) -> Tensor:  # (b, C) -> (b,)
+    """Return −Σ p log p of each row."""
     return -torch.xlogy(probabilities, probabilities).sum(1)

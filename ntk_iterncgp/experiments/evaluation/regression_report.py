@@ -20,6 +20,8 @@ MOST_POINTS = 400  # of a scatter plot
 
 
 def results_table(comparison: RegressionComparison) -> Table:
+    """Return the table with the columns that these results fill."""
+
     def coverage(level: float) -> Column:
         return Column(
             f"in {100 * level:.0f} %",

@@ -80,6 +80,7 @@ def summary(comparison: Comparison, config: RunConfig, about: Mapping[str, Any],
 
 
 def what_was_run(config: RunConfig, about: Mapping[str, Any]) -> str:
+    """Return data, model and their sizes, as the beginning of a sentence."""
     name = config.model.name
     what = (
         f"a Gaussian process with {about['kernel']}"
@@ -90,6 +91,8 @@ def what_was_run(config: RunConfig, about: Mapping[str, Any]) -> str:
 
 
 def difference_column() -> Column:
+    """Return the column with the interval of the difference in NLL."""
+
     def cell(result: Any) -> str:
         found: Difference | None = result.difference
         return "" if found is None else f"{found.lower:+.4f} … {found.upper:+.4f}"

@@ -29,6 +29,7 @@ class Difference:
 
     @property
     def is_clear(self) -> bool:
+        """Zero lies outside of the interval."""
         return self.lower > 0 or self.upper < 0
 
 
@@ -40,6 +41,7 @@ def risk_curve(confidence: Tensor, wrong: Tensor) -> tuple[Tensor, Tensor]:  # (
 
 
 def area_under_risk_curve(confidence: Tensor, wrong: Tensor) -> float:
+    """Return the mean error over all coverages, most confident inputs first."""
     return float(risk_curve(confidence, wrong)[1].mean())
 
 

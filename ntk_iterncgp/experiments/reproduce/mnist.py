@@ -58,6 +58,7 @@ SETTINGS = MnistSettings
 
 
 def run(settings: MnistSettings) -> Outcome:
+    """Run the experiment: its table, figures and claims."""
     classes = load_mnist(settings)
     if settings.svgp:
         svgp.require_gpytorch()  # before any work is done

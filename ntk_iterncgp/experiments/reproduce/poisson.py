@@ -93,6 +93,7 @@ METHODS = [
 
 
 def run(settings: PoissonSettings) -> Outcome:
+    """Run the experiment: its table, figures and claims."""
     counts = _log_rate(settings)
     redraws = [_redraw(counts, settings.seed, index) for index in range(settings.num_redraws)]
     noise = torch.randn(settings.num_samples, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

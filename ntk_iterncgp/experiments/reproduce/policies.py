@@ -70,6 +70,7 @@ class Walk:
 
 
 def run(settings: PoliciesSettings) -> Outcome:
+    """Run the experiment: its table, figures and claims."""
     if max(settings.iterations) > settings.num_data:
         raise ConfigError(
             f"iterations must be at most the number of data, {settings.num_data}; got "

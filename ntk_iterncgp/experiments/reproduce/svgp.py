@@ -36,6 +36,7 @@ def require_gpytorch() -> Any:
 
 
 def label(num_inducing: int, learning_rate: float) -> str:
+    """Name a run by its settings."""
     return f"SVGP {num_inducing}, {learning_rate:g}"
 
 

@@ -70,6 +70,7 @@ class Variant:
 
 
 def run(settings: VisualAbstractSettings) -> Outcome:
+    """Run the experiment: its table, figures and claims."""
     if settings.iterations_per_step > settings.num_data:
         raise ConfigError(
             f"iterations_per_step must be at most the number of data, {settings.num_data}; got "

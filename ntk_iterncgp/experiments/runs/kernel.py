@@ -20,6 +20,7 @@ from ntk_iterncgp.runtime.progress import reporting
 
 
 def make_gp(config: RunConfig, num_outputs: int) -> NonConjugateGP:
+    """Make the Gaussian process that the settings describe."""
     k = config.kernel
     is_regression = config.data.task == "regression"
     likelihood: Likelihood = Gaussian(k.noise) if is_regression else Softmax(num_outputs)

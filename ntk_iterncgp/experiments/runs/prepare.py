@@ -51,6 +51,7 @@ class Log:
 
     @property
     def seconds(self) -> float:
+        """Since the command began."""
         return time.perf_counter() - self.started
 
 
@@ -126,8 +127,10 @@ def _checkpoint(config: RunConfig, folder: Path, log: Log) -> Checkpoint | None:
 
 
 def num_held_out(config: RunConfig, data: datasets.Data) -> int:
-    """As set; else a tenth where the network is trained here, or up to a fifth where a tenth are few. None where a
-    fifth are too few to choose on, or nothing is to be chosen: a kernel has no prior precision."""
+    """As set; else a tenth where the network is trained here, or up to a fifth where a tenth are few.
+
+    None where a fifth are too few to choose on, or nothing is to be chosen: a kernel has no prior precision.
+    """
     is_fixed = config.fit.mean == "refined" and data.task == "classification"  # by its own prior: see `tune.py`
     given, is_tuned = config.data.held_out, config.tuning.protocol != "none" and not is_fixed
     if config.kernel.name is not None:
@@ -291,6 +294,7 @@ def check_model(model: nn.Module, setting: Setting) -> None:
 
 
 def chosen_device(name: str) -> torch.device:
+    """Return the device of this name; "auto" is a GPU where there is one."""
     try:
         device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
     except RuntimeError as error:
@@ -301,4 +305,5 @@ def chosen_device(name: str) -> torch.device:
 
 
 def num_weights(model: nn.Module) -> int:
+    """Count the weights that require a gradient."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
