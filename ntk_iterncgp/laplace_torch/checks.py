@@ -80,17 +80,17 @@ def _check(
 ) -> None:
     if isinstance(value, Tensor) and not value.is_complex():
         numbers = value.detach()
-    elif isinstance(value, Real):
+    elif isinstance(value, Real) and not isinstance(value, bool):
         numbers = torch.tensor(_as_float(value), dtype=torch.float64)
     else:
-        raise ValueError(f"{name} expects {expected}, but got {value!r}.")
+        raise ValueError(f"`{name}` must be {expected}; got {value!r}. Try 1.0.")
     if numbers.ndim > 1 or numbers.numel() == 0 or (max_size is not None and numbers.numel() > max_size):
-        raise ValueError(f"{name} expects {expected}, but got a tensor of shape {tuple(numbers.shape)}.")
+        raise ValueError(f"`{name}` must be {expected}; got a tensor of shape {tuple(numbers.shape)}. Try 1.0.")
     stored = numbers if dtype is None else numbers.to(dtype)
     if not bool(torch.isfinite(stored).all()) or (positive and not bool((stored > 0).all())):
         shown = numbers.item() if numbers.numel() == 1 else "one that holds others"
         where = "" if dtype is None else f" in {dtype}"
-        raise ValueError(f"{name} expects {expected}, finite{where}, but got {shown}.")
+        raise ValueError(f"`{name}` must be {expected}, finite{where}; got {shown}. Try 1.0.")
 
 
 def _as_float(value: Real) -> float:

@@ -158,19 +158,20 @@ class CurvatureAt:
 
 
 def one_dimensional(targets: Tensor, name: str, meaning: str) -> Tensor:
-    """Targets with one number per datum, or a sentence."""
+    """Targets with one number per datum, or a ValueError."""
     if targets.ndim == 2 and targets.shape[1] == 1:
         targets = targets[:, 0]
     if targets.ndim != 1:
         raise ValueError(
-            f"The {name} likelihood expects y of shape (N,), {meaning}, but got shape {tuple(targets.shape)}. "
-            "Pass one number per datum."
+            f"`y` must have the shape (N,) for {name}, {meaning}; got {tuple(targets.shape)}. Try one number per datum."
         )
     return targets
 
 
 def require(condition: Tensor, targets: Tensor, message: str) -> None:
-    """Raise `message` with the first offending target where the condition fails."""
+    """Raise `message`, what must hold, with the first target that it does not hold for."""
     if not bool(condition.all()):
         first = int(torch.nonzero(~condition.reshape(-1))[0])
-        raise ValueError(f"{message} The first offending entry is y[{first}] = {targets.reshape(-1)[first].item()}.")
+        raise ValueError(
+            f"{message}; got y[{first}] = {targets.reshape(-1)[first].item()}. Try other targets or likelihood."
+        )
