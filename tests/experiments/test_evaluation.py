@@ -306,5 +306,7 @@ def test_a_handful_of_test_inputs_settles_nothing() -> None:
     few, many = (
         SimpleNamespace(name="map", label="the network", losses=torch.zeros(n), difference=clear) for n in (19, 20)
     )
-    assert verdict([few]) == ["19 test inputs are too few to tell ours from the network by NLL."]
-    assert verdict([many]) == ["Ours has a lower NLL than the network, beyond chance: difference [+0.4000, +0.6000]."]
+    assert verdict([few]) == ["19 test inputs are too few to tell IterNCGP from the network by NLL."]
+    assert verdict([many]) == [
+        "IterNCGP has a lower NLL than the network, beyond chance: difference [+0.4000, +0.6000]."
+    ]

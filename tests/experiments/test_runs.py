@@ -277,7 +277,7 @@ def test_a_kernel_takes_the_place_of_the_network(tmp_path: Path) -> None:
     arguments = [str(tmp_path / "gp.yaml"), *sets(small), "--output-dir", str(tmp_path / "out")]
     assert cli.main(["evaluate", *arguments]) == 0
     results = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))
-    labels = {"map": "the mean alone", "temperature": "temperature scaling", "ours": "ours"}
+    labels = {"map": "the mean alone", "temperature": "temperature scaling", "ours": "IterNCGP"}
     assert {method["name"]: method["label"] for method in results["methods"]} == labels
     reason = "It is about the weights of a network, and this run has a kernel in its place."
     assert results["unavailable"] == {"prior only": reason, "last layer (laplace-torch)": reason}

@@ -32,7 +32,7 @@ from ntk_iterncgp.posterior.tuning import ValidationPart
 from ntk_iterncgp.posterior.weight_space import WeightPosterior
 from ntk_iterncgp.runtime.progress import Progress, Say, reporting
 
-LABELS = {"map": "network as it is (MAP)", "temperature": "temperature scaling", "ours": "ours"}
+LABELS = {"map": "network as it is (MAP)", "temperature": "temperature scaling", "ours": "IterNCGP"}
 LABELS |= {name: kind.label for name, kind in BASELINES.items()}
 TEMPERATURES = torch.logspace(-1, 1, 161, dtype=torch.float64)  # steps of 3 %
 

@@ -70,7 +70,7 @@ class Page:
     summary: str  # of what was run, as plain text
     verdict: Sequence[str]
     results: Table
-    others: Table | None  # about inputs of another kind
+    others: Table | None  # about out-of-distribution inputs
     panels: Sequence[tuple[str, str, str]]  # title, one sentence, SVG
     pictures: str  # HTML
     costs: Table
@@ -89,7 +89,7 @@ def as_html(page: Page, config: RunConfig) -> str:
         "<h2>Results</h2>",
         page.results.html(),
         f'<p class="soft">{"<br>".join(missing)}</p>' if missing else "",
-        f"<h2>Inputs of another kind</h2>{page.others.html()}" if page.others else "",
+        f"<h2>Out-of-distribution inputs</h2>{page.others.html()}" if page.others else "",
         f"<details><summary>What the columns mean</summary><dl>{meanings}</dl></details>",
         "<h2>Figures</h2>",
         f'<div class="grid">{"".join(_figure(*panel) for panel in page.panels)}</div>',

@@ -40,7 +40,7 @@ LABELS = {
     "map": "constant noise (MAP)",
     "prior": "prior only",
     "exact": "exact linearised Laplace",
-    "ours": "ours",
+    "ours": "IterNCGP",
 }
 
 
