@@ -76,8 +76,8 @@ def summary(comparison: Comparison, config: RunConfig, about: Mapping[str, Any],
     captured = fit["information_captured"] if comparison.information is None else comparison.information  # as tuned
     return (
         f"{what_was_run(config, about)}, {len(comparison.labels):,} test inputs. IterNCGP: rank {about['rank']}, at "
-        f"least {100 * captured:.1f} % of the information captured. {PROTOCOLS[config.tuning.protocol]}; probabilities by "
-        "quadrature, diagonal probit beside it."
+        f"least {100 * captured:.1f} % of the information captured. {PROTOCOLS[config.tuning.protocol]}; probabilities "
+        "by quadrature, diagonal probit beside it."
     )
 
 
