@@ -266,6 +266,7 @@ def net_cases(draw: Any) -> NetCase:
     )
 
 
+@pytest.mark.slow
 @share_of_cases(0.25)
 @given(net_cases())
 def test_a_network_gives_numbers_that_hold(case: NetCase) -> None:

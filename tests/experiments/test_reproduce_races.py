@@ -62,6 +62,7 @@ def test_the_command_writes_the_files_of_the_long_experiments_too(
 # --- Poisson ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_one_iteration_per_newton_step_is_the_best_schedule_and_ours_never_fails() -> None:
     """The log-rate of seed 1, where there is something to gain; for that of seed 0 the paper's schedules are a tie."""
     outcome = outcome_of("poisson", seed=1, num_redraws=3, num_samples=300, num_test=30)
@@ -110,6 +111,7 @@ def test_a_run_has_arrived_when_its_nll_stays_near_the_converged_one() -> None:
     assert poisson._arrival(run(3.0, 1.0, math.nan), 1.05) == math.inf
 
 
+@pytest.mark.slow
 def test_where_the_papers_schedules_diverge_ours_converges() -> None:
     """The log-rate of seed 3, with rates up to 37."""
     changes = {"seed": 3, "num_redraws": 1, "num_samples": 300, "num_test": 30, "iterations_per_step": [1, 10]}
@@ -190,6 +192,7 @@ def test_the_mixture_has_the_papers_gaussians_whatever_the_seed_of_the_data() ->
         assert eigenvalues.min() > 0.0008 and eigenvalues.max() < 0.125  # drawn from [0.001, 0.1]
 
 
+@pytest.mark.slow
 def test_on_the_mixture_iterncgp_beats_subsets_and_svgp_at_equal_time_and_compression_costs_little() -> None:
     sizes = {"num_train": 1500, "num_test": 300, "num_seen": 100, "subset_sizes": [100, 250], "max_rank": 3}
     outcome = outcome_of("gmm", **sizes, inducing_points=[100], learning_rates=[0.05])
@@ -351,6 +354,7 @@ def small_mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_on_digits_iterncgp_beats_svgp_in_accuracy_and_nll_at_equal_time(small_mnist: Path) -> None:
     sizes = {"num_train": 800, "num_test": 300, "num_seen": 100}
     outcome = outcome_of("mnist", **sizes, max_products=6, inducing_points=[100], learning_rates=[0.05])
