@@ -21,19 +21,25 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ntk_iterncgp.clusters.directions import DIRECTIONS_EACH, cotangents_each, has_choice, worth_looking
-from ntk_iterncgp.clusters.grouping import MAX_FEATURES, groups_for
-from ntk_iterncgp.clusters.passes import epochs_of, padded_size
+from ntk_iterncgp.clusters.clusters import epochs_of, padded_size
+from ntk_iterncgp.clusters.grouping import (
+    DIRECTIONS_EACH,
+    MAX_FEATURES,
+    cotangents_each,
+    first_directions,
+    groups_for,
+    has_choice,
+)
 from ntk_iterncgp.data.fixed_order import Inputs, slice_rows
 from ntk_iterncgp.fitting.drive import Budget
-from ntk_iterncgp.fitting.linearised import PRODUCT_EPOCHS, LinearisedNetwork, NetworkFit, NetworkSettings
+from ntk_iterncgp.fitting.network import PRODUCT_EPOCHS, LinearisedNetwork, NetworkFit, NetworkSettings
 from ntk_iterncgp.fitting.network_check import MAX_CHECKED_OUTPUTS, max_group_data
 from ntk_iterncgp.fitting.self_check import MIN_DATA, ROWS
 from ntk_iterncgp.jacobian.autograd import JVP_COLUMNS, Jacobian
 from ntk_iterncgp.jacobian.base import NetworkJacobian
-from ntk_iterncgp.jacobian.trace import TracePlan, affordable_data, plan_trace, row_epochs
 from ntk_iterncgp.likelihoods.base import ANY_VARIANCE
-from ntk_iterncgp.linalg.inner_products import SLICE_BYTES, SLICE_COLUMNS, SLICE_ROWS, inner_products
+from ntk_iterncgp.linalg.factor import SLICE_BYTES, SLICE_COLUMNS, SLICE_ROWS, inner_products
+from ntk_iterncgp.priors.rows import TracePlan, affordable_data, plan_trace, row_epochs
 from ntk_iterncgp.runtime import parallel
 from ntk_iterncgp.runtime.memory import available_bytes, mebibytes, require_memory
 
@@ -112,7 +118,7 @@ def _looks(
     if not has_a_choice or not bool(torch.isfinite(outputs).all()):
         return len(outputs)
     share = settings.num_actions * len(outputs) // num_data
-    return len(worth_looking(likelihood, outputs.double(), cotangents, share, torch.Generator())[0])
+    return len(first_directions(likelihood, outputs.double(), cotangents, share, torch.Generator())[0])
 
 
 def image_bytes(jacobian: NetworkJacobian, actions: int) -> int:

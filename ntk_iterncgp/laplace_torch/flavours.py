@@ -13,15 +13,14 @@ from laplace.utils.enums import Likelihood
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ntk_iterncgp.data.fixed_order import FixedOrderData, Inputs, to_device
-from ntk_iterncgp.data.probe import FirstBatch, Probe
+from ntk_iterncgp.data.fixed_order import FirstBatch, FixedOrderData, Inputs, Probe, to_device
 from ntk_iterncgp.jacobian.autograd import Jacobian, as_outputs, derivative_dtype
 from ntk_iterncgp.jacobian.base import NetworkJacobian
 from ntk_iterncgp.jacobian.last_layer import LastLayerJacobian
 from ntk_iterncgp.jacobian.rows import Rows
 from ntk_iterncgp.laplace_torch.base import IterNCGPLaplace
-from ntk_iterncgp.laplace_torch.checks import CheckedHyperparameters
-from ntk_iterncgp.priors.ntk import in_parts
+from ntk_iterncgp.laplace_torch.hyperparameters import CheckedHyperparameters
+from ntk_iterncgp.priors.rows import in_parts
 from ntk_iterncgp.runtime.threads import exclusively
 
 FEW = 2**16  # weights of a last layer, up to which its products are taken in float64
@@ -75,9 +74,9 @@ class IterNCGPAllLaplace(CheckedHyperparameters, IterNCGPLaplace):
                 self.model, dtype=dtype
             )  # cached: what it found out about the model cost two rows
         jacobian, x = self._jacobian, to_device(x, self._device)
-        data = FixedOrderData([(x, None)], device=self._device, dict_key_x=self.dict_key_x, dict_key_y=self.dict_key_y)
-        for part in in_parts(jacobian, data, x, self.n_outputs, self.settings.chunk_bytes):
-            yield jacobian.rows(part, data.num_rows(part), contrasts)
+        num_rows = len(x[self.dict_key_x] if isinstance(x, Mapping) else x)
+        for part, size in in_parts(jacobian, x, num_rows, self.n_outputs, self.settings.chunk_bytes):
+            yield jacobian.rows(part, size, contrasts)
 
     def _layer_sizes(self) -> tuple[int, ...]:
         return tuple(value.numel() for value in self.params)
@@ -207,9 +206,8 @@ class IterNCGPLastLayerLaplace(CheckedHyperparameters, IterNCGPLaplace):
     def _rows_at(self, x: Inputs, contrasts: Tensor | None = None) -> Iterator[Rows]:
         jacobian = LastLayerJacobian(self._layer, dtype=self.posterior.images.dtype)
         features = self._with_features(to_device(x, self._device))[1]
-        data = FixedOrderData([(features, None)], device=self._device)
-        for part in in_parts(jacobian, data, features, self.n_outputs, self.settings.chunk_bytes):
-            yield jacobian.rows(part, len(part), contrasts)
+        for part, size in in_parts(jacobian, features, len(features), self.n_outputs, self.settings.chunk_bytes):
+            yield jacobian.rows(part, size, contrasts)
 
     def _layer_sizes(self) -> tuple[int, ...]:
         return tuple(value.numel() for value in self.params)

@@ -12,10 +12,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ntk_iterncgp import likelihoods
 from ntk_iterncgp.data.fixed_order import FixedOrderData
-from ntk_iterncgp.fitting import cost
-from ntk_iterncgp.jacobian import trace
+from ntk_iterncgp.fitting import cluster_run, cost
 from ntk_iterncgp.jacobian.autograd import Jacobian
 from ntk_iterncgp.likelihoods.base import CurvatureAt
+from ntk_iterncgp.priors import ntk
+from ntk_iterncgp.priors import rows as rows_of_prior
 from ntk_iterncgp.priors.ntk import NTKPrior
 from tests import oracles
 from tests.clusters_helpers import digits, make_net
@@ -27,7 +28,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any network is a large one."""
-    monkeypatch.setattr(trace, "FEW_NUMBERS", 0)
+    monkeypatch.setattr(rows_of_prior, "FEW_NUMBERS", 0)
 
 
 def wide_net(num_outputs: int = 10, width: int = 5000) -> nn.Module:
@@ -132,19 +133,20 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 
         return call
 
-    def diagonal(self: NTKPrior, *arguments: Any) -> Tensor:
+    def diagonal(*arguments: Any, **settings: Any) -> Tensor:
         inside[0] = True
         try:
-            return original(self, *arguments)
+            return original(*arguments, **settings)
         finally:
             inside[0] = False
 
-    original = NTKPrior.curvature_diagonal
+    original = rows_of_prior.curvature_diagonal
     with monkeypatch.context() as patch:
         patch.setattr(Jacobian, "vjp", wrapped("passes", lambda x, v: v.shape[2], Jacobian.vjp))
         patch.setattr(Jacobian, "jvp", wrapped("passes", lambda x, v: v.shape[1], Jacobian.jvp))
         patch.setattr(Jacobian, "rows", wrapped("rows", lambda x, number, *_: number, Jacobian.rows))
-        patch.setattr(NTKPrior, "curvature_diagonal", diagonal)
+        for room in (cluster_run, ntk):
+            patch.setattr(room, "curvature_diagonal", diagonal)
         yield counts
 
 
