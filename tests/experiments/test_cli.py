@@ -136,7 +136,7 @@ class sums(Linear):
         (fit(f"fit.prior_precision=1{400 * '0'}"), "fit.prior_precision must be a number; got 1000"),
         (fit("fit.refine_epochs=0"), "fit.refine_epochs must be a positive, finite number or null; got 0.0."),
         (fit("fit.policy=clustres"), "The settings under fit: `policy` must be one of"),
-        (fit("fit.options={cotangents: 0}"), "cotangents expects a whole number of at least 1, but got 0."),
+        (fit("fit.options={cotangents: 0}"), "`cotangents` must be a whole number of at least 1; got 0."),
         (
             fit("fit.subset_of_weights=last_layer", "fit.options={last_layer_name: head}"),
             "last_layer_name (fit.options) must be a layer of the network; got 'head'.",
