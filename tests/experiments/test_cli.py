@@ -118,7 +118,7 @@ class sums(Linear):
         (fit(f"fit.prior_precision=1{400 * '0'}"), "fit.prior_precision expects a number, but got 1000"),
         (fit("fit.refine_epochs=0"), "fit.refine_epochs expects a positive, finite number, but got 0.0."),
         (fit("fit.policy=clustres"), "The settings under 'fit' cannot be used: `policy` must be one of"),
-        (fit("fit.options={cotangents: 0}"), "cotangents expects a whole number of at least 1, but got 0."),
+        (fit("fit.options={cotangents: 0}"), "`cotangents` must be a whole number of at least 1; got 0."),
         (
             fit("fit.subset_of_weights=last_layer", "fit.options={last_layer_name: head}"),
             "The network has no layer 'head' (last_layer_name, under fit.options).",
