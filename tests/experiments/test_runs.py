@@ -331,7 +331,9 @@ def test_the_file_of_a_kernel_answers_as_the_gaussian_process_does() -> None:
     classes = (torch.arange(40) % 3, likelihoods.Softmax(3))
     targets = (X[:, 0].sin(), likelihoods.Gaussian(0.1))
     for y, likelihood in (classes, targets):
-        gp = NonConjugateGP(kernels.Matern32(1.5, 2.0), likelihood, max_products=6).fit(X, y)
+        gp = NonConjugateGP(kernels.Matern32(1.5, 2.0), likelihood, max_products=6, policy="curvature_residual").fit(
+            X, y
+        )
         saved = KernelPredictor.of(gp)
         restored = KernelPredictor.from_state(saved.state(), torch.device("cpu"))
         mean, covariance = gp.posterior_.latent(x)
