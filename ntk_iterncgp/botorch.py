@@ -116,11 +116,13 @@ class GPModel(_LatentModel):
         """Return the model given more data (n, d) and (n, C); this one stays as it is."""
         _require_one_batch(X)
         gp = copy(self.gp)
-        gp.update(_as_inputs_of(gp, X), Y if self.num_outputs > 1 and isinstance(gp.likelihood, Gaussian) else Y[..., 0])
+        gp.update(
+            _as_inputs_of(gp, X), Y if self.num_outputs > 1 and isinstance(gp.likelihood, Gaussian) else Y[..., 0]
+        )
         return GPModel(gp)
 
     def _moments(self, X: Tensor) -> tuple[Tensor, Tensor]:
-        b, q, d = X.shape
+        _, q, d = X.shape
         C, x = self.num_outputs, _as_inputs_of(self.gp, X)
         if q == 1:
             mean, covariance = self.gp.latent(x[:, 0])
@@ -193,4 +195,6 @@ def _as_inputs_of(gp: NonConjugateGP, X: Tensor) -> Tensor:
 
 def _require_one_batch(X: Tensor) -> None:
     if X.ndim != 2:
-        raise ValueError(f"`X` must be one batch of points (n, d); got {tuple(X.shape)}. Try one batch after the other.")
+        raise ValueError(
+            f"`X` must be one batch of points (n, d); got {tuple(X.shape)}. Try one batch after the other."
+        )
