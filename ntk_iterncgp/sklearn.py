@@ -42,7 +42,7 @@ CLASS_OUTPUTSCALE = 16.0  # of logits: a standard deviation of 4, where one clas
 ARD_DATA = 10  # for each feature, at least
 
 
-class _GPEstimator(BaseEstimator):
+class _GPEstimator(BaseEstimator):  # type: ignore[misc]
     """What the three have in common: settings, the default kernel, and the fit."""
 
     gp_: NonConjugateGP
@@ -107,7 +107,7 @@ class _GPEstimator(BaseEstimator):
         return self.gp_.elbo()
 
 
-class GPClassifier(ClassifierMixin, _GPEstimator):
+class GPClassifier(ClassifierMixin, _GPEstimator):  # type: ignore[misc]
     """Gaussian process classification: Bernoulli for two classes, softmax for more.
 
     Args:
@@ -134,7 +134,7 @@ class GPClassifier(ClassifierMixin, _GPEstimator):
         self._fit(X, torch.tensor(numbers), likelihood, 0.0, CLASS_OUTPUTSCALE, fixed=["outputscale"])
         return self
 
-    def predict_proba(self, X: ArrayLike) -> NDArray:
+    def predict_proba(self, X: ArrayLike) -> NDArray[Any]:
         """The probability of each class (b, C), averaged over the posterior."""
         x = self._checked(X)
         p = self.gp_.predict(x, link="quadrature").double()
@@ -142,13 +142,14 @@ class GPClassifier(ClassifierMixin, _GPEstimator):
             p = torch.cat([1 - p, p], 1)
         return (p / p.sum(1, keepdim=True)).numpy()
 
-    def predict(self, X: ArrayLike) -> NDArray:
+    def predict(self, X: ArrayLike) -> NDArray[Any]:
         """The most probable label of each input."""
         best = self.predict_proba(X).argmax(1)
-        return self.classes_[best]
+        labels: NDArray[Any] = self.classes_[best]
+        return labels
 
 
-class GPRegressor(RegressorMixin, _GPEstimator):
+class GPRegressor(RegressorMixin, _GPEstimator):  # type: ignore[misc]
     """Gaussian process regression with Gaussian noise, of one output or several.
 
     Args:
@@ -237,7 +238,7 @@ class GPRegressor(RegressorMixin, _GPEstimator):
         return found, spread[..., 0] if self._y_ndim == 1 else spread
 
 
-class GPPoissonRegressor(RegressorMixin, _GPEstimator):
+class GPPoissonRegressor(RegressorMixin, _GPEstimator):  # type: ignore[misc]
     """Gaussian process regression of counts, with Poisson's likelihood and the rate's logarithm as latent function.
 
     The prior mean is the logarithm of the mean count. As in scikit-learn's PoissonRegressor targets may be fractional

@@ -174,14 +174,14 @@ def test_the_benchmark_of_when_it_helps_compares_the_data_with_the_prior_alone(
 
 
 @pytest.mark.cli
-def test_the_benchmark_of_peers_has_ours_at_three_budgets_and_never_below_the_exact_variance(
+def test_the_benchmark_of_peers_has_iterncgp_at_three_budgets_and_never_below_the_exact_variance(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "peers.json"
     peers.main(["--quick", "--json", str(file)])
     rows = {row["method"]: row for row in json.loads(file.read_text())["digits"]}
-    ours = [row for name, row in rows.items() if name.startswith("ours")]
-    assert [row["method"] for row in ours] == ["ours, 1.3 epochs", "ours, 5.0 epochs", "ours, 20.0 epochs"]
+    ours = [row for name, row in rows.items() if name.startswith("IterNCGP")]
+    assert [row["method"] for row in ours] == ["IterNCGP, 1.3 epochs", "IterNCGP, 5.0 epochs", "IterNCGP, 20.0 epochs"]
     for kind in ("test", "rotated", "noise"):
         ratios = [row["variance"][kind] for row in ours]
         assert min(ratios) >= 1 - 1e-4 and ratios[0] >= ratios[1] - 1e-6 and ratios[1] >= ratios[2] - 1e-6

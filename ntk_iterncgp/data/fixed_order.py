@@ -204,7 +204,8 @@ class FixedOrderData:
                     f"A batch that is a mapping must have targets under {self.dict_key_y!r} (dict_key_y); got the keys "
                     f"{sorted(map(str, batch))}. Try dict_key_y with one of these."
                 )
-            return to_device(batch, self.device), to_device(batch[self.dict_key_y], self.device)
+            moved = to_device(batch, self.device)
+            return moved, moved[self.dict_key_y]
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise ValueError(
                 f"Each batch must be a pair (x, y) or a mapping; got {type(batch).__name__}"

@@ -142,13 +142,11 @@ def _epochs(num_products: int) -> float:
 
 
 def _loss(state: State, classification: bool, refined: bool) -> float:
-    """−log p(y | f) for unit noise without constants. For a refined mean it is that of the Gaussian to which the
-    likelihood is expanded, less its quadratic part, −log p − ½∇ᵀW⁺∇: the rest, bᵀ(K + W⁺)⁻¹b, depends on the prior."""
-    problem = state.problem
-    if not classification:
-        return 0.0 if refined else 0.5 * float((state.latent - problem.targets).square().sum())
-    loss = -problem.log_prob(state.latent)
-    return loss - 0.5 * float(state.score @ problem.noise(state.latent, state.score)) if refined else loss
+    """−log p(y | f) for unit noise without constants. A refined regression has none beside bᵀ(K + W⁺)⁻¹b, which depends
+    on the prior."""
+    if classification:
+        return -state.problem.log_prob(state.latent)
+    return 0.0 if refined else 0.5 * float((state.latent - state.problem.targets).square().sum())
 
 
 def _linear_run(state: State, settings: NetworkSettings) -> Steps:

@@ -68,12 +68,11 @@ class ExactEvidence:
         with torch.no_grad():
             state = self.mode({name: value.detach() for name, value in values.items()})
             weights, by_mean = evidence_weights(state)
-        leaves = {n: values[n].detach().log().requires_grad_() for n in names if n != MEAN}
-        with torch.enable_grad():
-            current = dict(values) | {n: leaf.exp() for n, leaf in leaves.items()}
-        kernels = kernels_with(self.kernels, current)
+        leaves = {n: values[n].detach().clone().requires_grad_() for n in names if n != MEAN}
+        kernels = kernels_with(self.kernels, dict(values) | leaves)
         backward_through(kernels, self.inputs, weights)
-        gradient = {n: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for n, leaf in leaves.items()}
+        slopes = {n: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for n, leaf in leaves.items()}
+        gradient = {n: slope * values[n] for n, slope in slopes.items()}
         if NOISE in gradient:  # d(K + σ²I) is that of K, and log Z knows their sum alone
             own = weights.diagonal(dim1=1, dim2=2).sum()
             gradient[NOISE] = own.cpu() * values[NOISE]

@@ -28,6 +28,7 @@ class Formula:
 
     @classmethod
     def of(cls, kernel: Kernel) -> Formula:
+        """Record which distances and numbers the formula of a kernel asks for."""
         geometries: list[Geometry] = []
         numbers: list[Tensor] = []
 
@@ -52,9 +53,11 @@ class Formula:
         return [geometry.points(X1, X2) for geometry in self.geometries]
 
     def numbers_like(self, X: Tensor) -> list[Tensor]:
+        """The numbers in the dtype and on the device of X."""
         return [cast_like(number, X) for number in self.numbers]
 
     def at(self, squared: Callable[[Geometry], Tensor]) -> Tensor:
         """In float64, given a function from geometry to r²."""
         distances = [squared(geometry) for geometry in self.geometries]
-        return self.evaluate(distances, [number.to(distances[0].device) for number in self.numbers])
+        values: Tensor = self.evaluate(distances, [number.to(distances[0].device) for number in self.numbers])
+        return values

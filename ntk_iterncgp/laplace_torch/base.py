@@ -24,6 +24,7 @@ from ntk_iterncgp.laplace_torch.hyperparameters import (
     check_may_be_tuned,
     check_positive,
     check_prior,
+    follows_prior,
     hyperparameters,
     kept_on_failure,
 )
@@ -225,8 +226,9 @@ class IterNCGPLaplace(FittedNetwork):
 
     def _misfit(self) -> Tensor:
         """What the evidence charges the mean: the prior's penalty of the weights; or, where the mean moves with the
-        prior, bᵀ(K + W⁺)⁻¹b in the span of the actions."""
-        if self.settings.mean == "network":
+        prior, bᵀ(K + W⁺)⁻¹b in the span of the actions. At a classifier's mode the penalty is the same number less
+        ∇ᵀW⁺∇, which may be of any size where data are decided."""
+        if self.settings.mean == "network" or not follows_prior(self):
             return self.scatter
         right_hand_side = self.posterior.right_hand_side_for(self.prior_mean)[:, None]
         factor = self.posterior.factor(self.prior_precision, self._noise_scale)

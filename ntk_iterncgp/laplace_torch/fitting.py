@@ -22,6 +22,7 @@ from ntk_iterncgp.fitting.network import LinearisedNetwork, NetworkFit, NetworkS
 from ntk_iterncgp.fitting.newton_fit import fit_by_products, refine_by_products
 from ntk_iterncgp.fitting.report import FitReport
 from ntk_iterncgp.jacobian.base import NetworkJacobian
+from ntk_iterncgp.jacobian.calling import unwrapped
 from ntk_iterncgp.jacobian.rows import Rows
 from ntk_iterncgp.laplace_torch.hyperparameters import check_hyperparameters
 from ntk_iterncgp.persistence.checkpoint import Checkpoint, open_session
@@ -103,7 +104,7 @@ class FittedNetwork(BaseFunctionalLaplace):
             seed=seed,
         )
         self.dtype = dtype
-        self._fitted = False
+        self._fitted, model = False, unwrapped(model)
         _require_one_device(model)
         with exclusively(model):  # while another thread fits it, it holds other weights
             super().__init__(

@@ -73,7 +73,7 @@ class Ordinal(Likelihood):
 
     def check_targets(self, targets: Tensor) -> Tensor:
         targets = one_dimensional(targets, "Ordinal", "each a level")
-        message = f"Ordinal({self.num_levels}) expects whole-number levels from 0 to {self.num_levels - 1}."
+        message = f"`y` must be whole-number levels from 0 to {self.num_levels - 1} for Ordinal({self.num_levels})"
         require((targets == targets.long()) & (targets >= 0) & (targets < self.num_levels), targets, message)
         return targets.long()
 
@@ -132,7 +132,8 @@ class Ordinal(Likelihood):
     def _log_interval(self, upper: Tensor, lower: Tensor) -> Tensor:
         """log(F(u) − F(l)), from the tail in which both lie: nothing cancels but what the interval is short of."""
         if self.link == "logit":  # F(u) − F(l) = σ(u) σ(−l) (1 − e^{l−u})
-            return logsigmoid(upper) + logsigmoid(-lower) + torch.log(-torch.expm1(lower - upper))
+            both: Tensor = logsigmoid(upper) + logsigmoid(-lower)
+            return both + torch.log(-torch.expm1(lower - upper))
         above = lower > 0
         right, left = torch.where(above, -lower, upper), torch.where(above, -upper, lower)
         log_right, log_left = torch.special.log_ndtr(right), torch.special.log_ndtr(left)

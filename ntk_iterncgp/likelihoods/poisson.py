@@ -46,9 +46,9 @@ class Poisson(Likelihood):
     def check_targets(self, targets: Tensor) -> Tensor:
         targets = one_dimensional(targets, "Poisson", "each a count").double()
         if self.fractional:
-            require(targets >= 0, targets, "The Poisson likelihood expects rates: no negative numbers.")
+            require(targets >= 0, targets, "`y` must be rates for Poisson, no negative numbers")
         else:
-            message = "The Poisson likelihood expects counts 0, 1, 2, …: no negative and no fractional numbers."
+            message = "`y` must be counts 0, 1, 2, … for Poisson, no negative and no fractional numbers"
             require((targets >= 0) & (targets == targets.round()), targets, message)
         self.check_length(len(targets))
         return targets

@@ -103,7 +103,7 @@ class Binomial(_Logistic):
     def check_targets(self, targets: Tensor) -> Tensor:
         targets = one_dimensional(targets, "Binomial", "each a number of successes").double()
         self.check_length(len(targets))
-        message = "The Binomial likelihood expects counts of successes, from 0 to the number of trials."
+        message = "`y` must be counts of successes for Binomial, from 0 to the number of trials"
         is_count = (targets >= 0) & (targets == targets.round())
         require(is_count & (targets <= self.trials.to(targets.device)), targets, message)
         return targets
@@ -165,7 +165,7 @@ class NegativeBinomial(_Logistic):
 
     def check_targets(self, targets: Tensor) -> Tensor:
         targets = one_dimensional(targets, "NegativeBinomial", "each a count").double()
-        message = "The NegativeBinomial likelihood expects counts 0, 1, 2, …: no negative and no fractional numbers."
+        message = "`y` must be counts 0, 1, 2, … for NegativeBinomial, no negative and no fractional numbers"
         require((targets >= 0) & (targets == targets.round()), targets, message)
         self.check_length(len(targets))
         return targets

@@ -234,7 +234,7 @@ def unseen_direction(likelihood: Likelihood, device: torch.device) -> Tensor | N
     if likelihood.curvature_rank == likelihood.num_outputs:
         return None
     contrasts = likelihood.contrasts(device)  # (C, C − 1)
-    basis = torch.linalg.qr(contrasts, mode="complete").Q
+    basis: Tensor = torch.linalg.qr(contrasts, mode="complete").Q
     return basis[:, -1]
 
 
@@ -258,11 +258,13 @@ def _cholesky_of_noisy(matrix: Tensor, root: Tensor) -> Tensor:  # (N, N), (N, 1
 def _solved(block: Tensor, lower: Tensor) -> Tensor:
     """(L Lᵀ)⁻¹ V, for few columns many times as fast as `cholesky_solve`, which copies L."""
     half = torch.linalg.solve_triangular(lower, block, upper=False)
-    return torch.linalg.solve_triangular(lower.mT, half, upper=True)
+    solved: Tensor = torch.linalg.solve_triangular(lower.mT, half, upper=True)
+    return solved
 
 
 def _cholesky(matrix: Tensor) -> Tensor:
     """The Cholesky factor; where K is not positive semidefinite in rounding, with as much more noise as it takes."""
+    lower: Tensor
     lower, info = torch.linalg.cholesky_ex(matrix)
     jitter = 1e-15
     while int(info) != 0:

@@ -190,11 +190,11 @@ def test_what_is_no_formula_of_distances_takes_the_plain_path_and_says_why() -> 
     assert str(choose(Constant(2.0) + Constant(), X, X)) == "plain (Constant(2) + Constant(1) looks at no distance)"
     gp = NonConjugateGP(RBF() + Linear(), likelihoods.Gaussian(0.1)).fit(X, y)
     assert gp.report_.products_by == reason
-    with pytest.raises(ValueError, match="expects a kernel with a distance in it"):
+    with pytest.raises(ValueError, match="`kernel` must have a distance in it"):
         KernelMatrix(Constant(), X, method="gemm")
-    with pytest.raises(ValueError, match="expects a kernel that is a formula of distances"):
+    with pytest.raises(ValueError, match="`kernel` must be a formula of distances"):
         KernelMatrix(Linear(), X, method="gemm")
-    with pytest.raises(ValueError, match="expects a kernel that falls with distance"):
+    with pytest.raises(ValueError, match="`kernel` must fall with distance"):
         KernelMatrix(Periodic(), X, method="sparse")
 
 
