@@ -20,7 +20,7 @@ class Gaussian(Likelihood):
     def __init__(self, noise: float, num_outputs: int = 1) -> None:
         if torch.as_tensor(noise).ndim > 0:
             raise TypeError(
-                "`noise` must be one variance for all data; got several. Try FixedNoiseGaussian(noise) for one for each."
+                "`noise` must be one variance for all data; got several. Try FixedNoiseGaussian for one for each."
             )
         if not (math.isfinite(noise) and noise > 0):
             raise ValueError(f"`noise` must be a positive, finite variance; got {noise}. Try noise=0.01.")

@@ -133,11 +133,11 @@ class Ordinal(Likelihood):
         """log(F(u) − F(l)), from the tail in which both lie: nothing cancels but what the interval is short of."""
         if self.link == "logit":  # F(u) − F(l) = σ(u) σ(−l) (1 − e^{l−u})
             both: Tensor = logsigmoid(upper) + logsigmoid(-lower)
-            return both + torch.log(-torch.expm1(lower - upper))
+            return both + (-torch.expm1(lower - upper)).log()
         above = lower > 0
         right, left = torch.where(above, -lower, upper), torch.where(above, -upper, lower)
-        log_right, log_left = torch.special.log_ndtr(right), torch.special.log_ndtr(left)
-        return log_right + torch.log(-torch.expm1(log_left - log_right))
+        log_right: Tensor = torch.special.log_ndtr(right)
+        return log_right + (-torch.expm1(torch.special.log_ndtr(left) - log_right)).log()
 
     def _densities(self, upper: Tensor, lower: Tensor) -> tuple[Tensor, Tensor]:
         """φ(u)/p and φ(l)/p."""

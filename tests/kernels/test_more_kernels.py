@@ -188,9 +188,9 @@ def test_what_is_no_formula_of_distances_takes_the_plain_path_and_says_why() -> 
     reason = "plain (Linear is not a formula of distances)"
     assert str(choose(2.0 * (RBF() + Linear()), X, X)) == reason
     assert str(choose(Constant(2.0) + Constant(), X, X)) == "plain (Constant(2) + Constant(1) looks at no distance)"
-    gp = NonConjugateGP(RBF() + Linear(), likelihoods.Gaussian(0.1)).fit(X, y)
+    gp = NonConjugateGP(RBF() + Linear(), likelihoods.Gaussian(0.1), policy="curvature_residual").fit(X, y)
     assert gp.report_.products_by == reason
-    with pytest.raises(ValueError, match="`kernel` must have a distance in it"):
+    with pytest.raises(ValueError, match=r"`kernel` must have a distance in it"):
         KernelMatrix(Constant(), X, method="gemm")
     with pytest.raises(ValueError, match="`kernel` must be a formula of distances"):
         KernelMatrix(Linear(), X, method="gemm")
@@ -274,12 +274,12 @@ def test_what_cannot_be_described_is_refused_with_advice() -> None:
         (lambda: Linear(active_dims=[1, 1]), ValueError, r"different coordinates; got \[1, 1\]"),
         (lambda: RBF([1.0, 2.0], active_dims=[1]), ValueError, r"as its per-dimension hyperparameters, 2; got 1"),
         (lambda: Periodic([1.0, 2.0], period=[1.0, 2.0, 3.0]), ValueError, r"as many lengthscales as periods.*2 and 3"),
-        (lambda: Periodic(period=0.0), ValueError, r"period to be positive and finite, but it holds 0"),
-        (lambda: RationalQuadratic(alpha=-1.0), ValueError, r"alpha to be positive and finite, but it holds -1"),
-        (lambda: Linear(0.0), ValueError, "variance to be positive"),
+        (lambda: Periodic(period=0.0), ValueError, "period must be positive and finite; got 0"),
+        (lambda: RationalQuadratic(alpha=-1.0), ValueError, "alpha must be positive and finite; got -1"),
+        (lambda: Linear(0.0), ValueError, "variance must be positive and finite; got 0"),
         (lambda: RBF(active_dims=[3])(draw(4, 3), draw(4, 3)), ValueError, r"up to coordinate 3.*X1 has 3 coordinates"),
         (lambda: (RBF() + Linear(active_dims=[5])).diagonal(draw(4, 3)), ValueError, r"active_dims up to coordinate 5"),
-        (lambda: RBF() + 1.0, TypeError, r"A constant c is the kernel Constant\(c\)"),
+        (lambda: RBF() + 1.0, TypeError, r"Try Constant\(c\) for a constant c"),
         (lambda: kernels.White, AttributeError, r"There is no kernel `White`.*FixedNoiseGaussian"),
         (lambda: kernels.Cosine, AttributeError, "has no attribute 'Cosine'"),
     ],
