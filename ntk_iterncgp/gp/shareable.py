@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from ntk_iterncgp.gp import plots
-from ntk_iterncgp.gp import state as stored
+from ntk_iterncgp.gp.plots import plot_1d, plot_2d
+from ntk_iterncgp.gp.state import from_state_dict, load, save, state_dict
 
 
 class Shareable:
@@ -15,7 +15,7 @@ class Shareable:
 
     def state_dict(self) -> dict[str, Any]:
         """This fitted GP as tensors, numbers and texts, for `from_state_dict`."""
-        return stored.state_dict(self)
+        return state_dict(self)
 
     @classmethod
     def from_state_dict(cls, saved: Mapping[str, Any], **given: Any) -> Self:
@@ -28,11 +28,11 @@ class Shareable:
         Returns:
             The fitted GP, which predicts the same bits.
         """
-        return stored.from_state_dict(cls, saved, **given)
+        return from_state_dict(cls, saved, **given)
 
     def save(self, path: str | Path) -> None:
         """Write this fitted GP, with its data, to one `.safetensors` file; whole or not at all."""
-        stored.save(self, path)
+        save(self, path)
 
     @classmethod
     def load(cls, path: str | Path, **given: Any) -> Self:
@@ -45,12 +45,12 @@ class Shareable:
         Returns:
             The fitted GP, which predicts the same bits.
         """
-        return stored.load(cls, path, **given)
+        return load(cls, path, **given)
 
     def plot_1d(self, ax: Any = None, **settings: Any) -> Any:
         """Plot a GP of one-dimensional inputs: mean, bands, data. See `gp.plots.plot_1d` for the settings."""
-        return plots.plot_1d(self, ax, **settings)
+        return plot_1d(self, ax, **settings)
 
     def plot_2d(self, ax: Any = None, **settings: Any) -> Any:
         """Plot a GP of two-dimensional inputs: mean, rate or classes, and data. See `gp.plots.plot_2d`."""
-        return plots.plot_2d(self, ax, **settings)
+        return plot_2d(self, ax, **settings)
