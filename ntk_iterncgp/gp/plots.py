@@ -62,25 +62,7 @@ def plot_1d(
     if isinstance(gp.likelihood, (Softmax, Ordinal)):
         _class_curves(gp, ax, at, horizontal)
     else:
-        mean, covariance = (moment.double().cpu() for moment in gp.latent(at))
-        if mean.shape[1] > 1:
-            raise ValueError(
-                f"`gp` must have one output to be plotted; got {mean.shape[1]}. Try one GP for each output."
-            )
-        variance = covariance[:, 0]
-        band = _observation_band(gp.likelihood, mean, variance, level) if observation_band else None
-        percent = f"{100 * level:g} %"
-        if band is not None:
-            ax.fill_between(
-                horizontal, *band, color=LINE, alpha=0.13, linewidth=0, label=f"{percent} of observations", zorder=1
-            )
-        spread = standard_normal_quantile(level) * variance.sqrt()
-        low, high = (gp.likelihood.response(mean + sign * spread)[:, 0] for sign in (-1, 1))
-        name = _response_name(gp.likelihood)
-        told = f"{percent} of the {name}"
-        ax.fill_between(horizontal, low, high, color=LINE, alpha=0.28, linewidth=0, label=told, zorder=2)
-        centre = expected_response(gp.likelihood, mean, covariance, link="quadrature")[:, 0]
-        ax.plot(horizontal, centre, color=LINE, linewidth=1.6, label=f"mean {name}", zorder=3)
+        _curve_and_bands(gp, ax, at, level, observation_band)
     if data:
         _rug_or_points(gp, ax, inputs, targets)
     ax.set_xlim(horizontal[0], horizontal[-1])
@@ -131,11 +113,8 @@ def plot_2d(
         return values.double().cpu().reshape(num_points, num_points).T.numpy()
 
     if what == "mean" and is_classes:
-        p, filled = gp.predict(at, link="quadrature").double().cpu(), None
-        ax.imshow(_blended(p, num_points), origin="lower", extent=(*x1, *x2), aspect="auto", interpolation="bilinear")
-        winner = grid(p.argmax(1))
-        for c in range(p.shape[1]):
-            ax.contour(first, second, (winner == c).astype(float), levels=[0.5], colors="white", linewidths=1.0)
+        filled = None
+        _regions(gp, ax, at, first, second)
     else:
         if what == "std":
             values = gp.latent(at)[1].diagonal(dim1=1, dim2=2).mean(1).sqrt()
@@ -222,6 +201,28 @@ def _observation_band(likelihood: Any, mean: Tensor, variance: Tensor, level: fl
     return low, high
 
 
+def _curve_and_bands(gp: Any, ax: Any, at: Tensor, level: float, observation_band: bool) -> None:
+    """The mean of the response, and the central intervals of the function and of an observation."""
+    horizontal = at[:, 0].double().cpu().numpy()
+    mean, covariance = (moment.double().cpu() for moment in gp.latent(at))
+    if mean.shape[1] > 1:
+        raise ValueError(f"`gp` must have one output to be plotted; got {mean.shape[1]}. Try one GP for each output.")
+    variance = covariance[:, 0]
+    band = _observation_band(gp.likelihood, mean, variance, level) if observation_band else None
+    percent = f"{100 * level:g} %"
+    if band is not None:
+        ax.fill_between(
+            horizontal, *band, color=LINE, alpha=0.13, linewidth=0, label=f"{percent} of observations", zorder=1
+        )
+    spread = standard_normal_quantile(level) * variance.sqrt()
+    low, high = (gp.likelihood.response(mean + sign * spread)[:, 0] for sign in (-1, 1))
+    name = _response_name(gp.likelihood)
+    told = f"{percent} of the {name}"
+    ax.fill_between(horizontal, low, high, color=LINE, alpha=0.28, linewidth=0, label=told, zorder=2)
+    centre = expected_response(gp.likelihood, mean, covariance, link="quadrature")[:, 0]
+    ax.plot(horizontal, centre, color=LINE, linewidth=1.6, label=f"mean {name}", zorder=3)
+
+
 def _class_curves(gp: Any, ax: Any, at: Tensor, horizontal: Any) -> None:
     p = gp.predict(at, link="quadrature").double().cpu()
     for c in range(p.shape[1]):
@@ -258,6 +259,16 @@ def _per_unit(likelihood: Any, targets: Tensor) -> Tensor:  # (N,)
     if isinstance(likelihood, Binomial):
         return y / likelihood.trials.to(y)
     return y / likelihood.exposure.to(y) if isinstance(likelihood, (Poisson, NegativeBinomial)) else y
+
+
+def _regions(gp: Any, ax: Any, at: Tensor, first: Tensor, second: Tensor) -> None:
+    """Where each class is the likeliest, and how sure that is."""
+    p, size = gp.predict(at, link="quadrature").double().cpu(), len(first)
+    extent = (float(first[0]), float(first[-1]), float(second[0]), float(second[-1]))
+    ax.imshow(_blended(p, size), origin="lower", extent=extent, aspect="auto", interpolation="bilinear")
+    winner = p.argmax(1).reshape(size, size).T.numpy()
+    for c in range(p.shape[1]):
+        ax.contour(first, second, (winner == c).astype(float), levels=[0.5], colors="white", linewidths=1.0)
 
 
 def _blended(probabilities: Tensor, num_points: int) -> Any:  # (rows, columns, 3)
