@@ -286,4 +286,4 @@ def _finish(ax: Any, legend: bool) -> None:
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
     if legend:
-        ax.legend(frameon=False, fontsize="small", loc="lower left", bbox_to_anchor=(0, 1), ncols=4)
+        ax.legend(frameon=False, fontsize="small", loc="lower left", bbox_to_anchor=(0, 1), ncols=2, columnspacing=1.0)
