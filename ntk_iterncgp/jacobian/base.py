@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ntk_iterncgp.data.inputs import Inputs
-from ntk_iterncgp.jacobian.rows import Rows
+from ntk_iterncgp.jacobian.rows import Contrasts, Rows
 
 
 class NetworkJacobian(ABC):
@@ -35,9 +35,9 @@ class NetworkJacobian(ABC):
         """J V on a batch."""
 
     @abstractmethod
-    def rows(self, x: Inputs, num_rows: int, contrasts: Tensor | None = None) -> Rows:  # (C, r)
-        """The network at each input of a batch, with the rows J(x), or HᵀJ(x) for contrasts H of its outputs.
-        Differentiable in x."""
+    def rows(self, x: Inputs, num_rows: int, contrasts: Contrasts | None = None) -> Rows:
+        """The network at each input of a batch, with the rows J(x), or HᵀJ(x) for contrasts H of its outputs: the same
+        for all, each input its own, or made of the outputs. Differentiable in x, at given contrasts."""
 
     @abstractmethod
     def prepare(self, x: Inputs, num_rows: int) -> None:

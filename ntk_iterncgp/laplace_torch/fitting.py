@@ -27,7 +27,7 @@ from ntk_iterncgp.fitting.network import (
 )
 from ntk_iterncgp.fitting.report import FitReport
 from ntk_iterncgp.jacobian.base import NetworkJacobian
-from ntk_iterncgp.jacobian.rows import Rows
+from ntk_iterncgp.jacobian.rows import Contrasts, Rows
 from ntk_iterncgp.laplace_torch.checks import check_hyperparameters
 from ntk_iterncgp.laplace_torch.saving import fingerprint, flatten, identity, same_fingerprint
 from ntk_iterncgp.persistence.checkpoint import Checkpoint, open_session
@@ -133,8 +133,8 @@ class FittedNetwork(BaseFunctionalLaplace):
         """The Jacobian, the training data as it takes them, and the first batch of these."""
 
     @abstractmethod
-    def _rows_at(self, x: Inputs, contrasts: Tensor | None = None) -> Iterator[Rows]:
-        """The network at new inputs, in parts that fit in `chunk_bytes`: J(x), or HᵀJ(x) for contrasts H (C, r)."""
+    def _rows_at(self, x: Inputs, contrasts: Contrasts | None = None) -> Iterator[Rows]:
+        """The network at new inputs, in parts that fit in `chunk_bytes`: J(x), or HᵀJ(x) for contrasts H."""
 
     @abstractmethod
     def _layer_sizes(self) -> tuple[int, ...]:
