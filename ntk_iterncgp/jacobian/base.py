@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from ntk_iterncgp.data.inputs import Inputs
-from ntk_iterncgp.jacobian.rows import Contrasts, Rows
+from ntk_iterncgp.data.inputs import Inputs, slice_rows
+from ntk_iterncgp.jacobian.rows import Contrasts, Rows, contrasts_of
 
 
 class NetworkJacobian(ABC):
@@ -46,3 +47,29 @@ class NetworkJacobian(ABC):
     @abstractmethod
     def bytes_per_row(self, num_outputs: int) -> int:
         """The memory that `rows` takes for each input."""
+
+    def parts(self, x: Inputs, num_inputs: int, num_rows: int, chunk_bytes: int) -> Iterator[slice]:
+        """A batch cut so that `num_rows` rows for each input fit in `chunk_bytes`, or an error that names the sizes."""
+        self.prepare(x, num_inputs)
+        each = self.bytes_per_row(num_rows)
+        if each > chunk_bytes:
+            raise ValueError(
+                f"chunk_bytes is expected to hold the rows of the Jacobian for one input, {num_rows} outputs × "
+                f"{self.num_params:,} weights, which take {_size(each)}, but it is {_size(chunk_bytes)}. Raise "
+                "chunk_bytes, or choose fewer weights."
+            )
+        size = chunk_bytes // each
+        return (slice(start, min(start + size, num_inputs)) for start in range(0, num_inputs, size))
+
+    def rows_in_parts(
+        self, x: Inputs, num_inputs: int, contrasts: Contrasts | None, num_rows: int, chunk_bytes: int
+    ) -> Iterator[Rows]:
+        """`rows` of a batch in `parts`."""
+        for part in self.parts(x, num_inputs, num_rows, chunk_bytes):
+            some = slice_rows(x, part, num_inputs)
+            yield self.rows(some, part.stop - part.start, contrasts_of(contrasts, part))
+
+
+def _size(num_bytes: int) -> str:
+    """In MiB, or in bytes where that would read 0.0."""
+    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes:,} bytes"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -13,7 +12,8 @@ from laplace.utils.enums import Likelihood
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ntk_iterncgp.data.fixed_order import FixedOrderData, Inputs, evaluating
+from ntk_iterncgp.data.fixed_order import FixedOrderData, Inputs, evaluating, to_device
+from ntk_iterncgp.data.inputs import slice_rows
 from ntk_iterncgp.data.probe import FirstBatch
 from ntk_iterncgp.fitting.network import (
     Budget,
@@ -27,10 +27,10 @@ from ntk_iterncgp.fitting.network import (
 )
 from ntk_iterncgp.fitting.report import FitReport
 from ntk_iterncgp.jacobian.base import NetworkJacobian
-from ntk_iterncgp.jacobian.rows import Contrasts, Rows
 from ntk_iterncgp.laplace_torch.checks import check_hyperparameters
 from ntk_iterncgp.laplace_torch.saving import fingerprint, flatten, identity, same_fingerprint
 from ntk_iterncgp.persistence.checkpoint import Checkpoint, open_session
+from ntk_iterncgp.posterior.contrasts import Reference, reference_size
 from ntk_iterncgp.posterior.weight_space import ConditionedPosterior, WeightPosterior
 from ntk_iterncgp.runtime import parallel
 from ntk_iterncgp.runtime.threads import exclusively
@@ -133,8 +133,8 @@ class FittedNetwork(BaseFunctionalLaplace):
         """The Jacobian, the training data as it takes them, and the first batch of these."""
 
     @abstractmethod
-    def _rows_at(self, x: Inputs, contrasts: Contrasts | None = None) -> Iterator[Rows]:
-        """The network at new inputs, in parts that fit in `chunk_bytes`: J(x), or HᵀJ(x) for contrasts H."""
+    def _jacobian_at(self, x: Inputs) -> tuple[NetworkJacobian, Inputs]:
+        """The Jacobian, and new inputs as it takes them."""
 
     @abstractmethod
     def _layer_sizes(self) -> tuple[int, ...]:
@@ -167,7 +167,8 @@ class FittedNetwork(BaseFunctionalLaplace):
         with exclusively(self.model), evaluating(self.model):
             network = self._network(train_loader)
             session = open_session(checkpoint, "fit", lambda: identity(self, network))
-            self._take(fit_network(network, self.settings, progress_bar=progress_bar, session=session))
+            result = fit_network(network, self.settings, progress_bar=progress_bar, session=session)
+            self._take(self._with_reference(result, network))
 
     @parallel.together()
     def refine(
@@ -198,9 +199,8 @@ class FittedNetwork(BaseFunctionalLaplace):
         with exclusively(self.model), evaluating(self.model):
             network, fitted = self._network(train_loader), self._fit
             session = open_session(checkpoint, "refine", lambda: identity(self, network, fitted, budget))
-            self._take(
-                refine_network(fitted, network, self.settings, budget, progress_bar=progress_bar, session=session)
-            )
+            result = refine_network(fitted, network, self.settings, budget, progress_bar=progress_bar, session=session)
+            self._take(self._with_reference(result, network))
 
     def estimate_cost(self, train_loader: DataLoader) -> Cost:
         """Seconds, epochs and memory of a fit and of predictions, from timing one batch; prints as a table."""
@@ -233,6 +233,21 @@ class FittedNetwork(BaseFunctionalLaplace):
             layer_sizes=self._layer_sizes(),
             first_batch=first_batch,
         )
+
+    def _with_reference(self, result: NetworkFit, network: LinearisedNetwork) -> NetworkFit:
+        """With the shape of the covariance of the outputs, from a few of the first inputs."""
+        number = reference_size(result.num_data, result.num_outputs) if network.classification else 0
+        if number == 0:
+            return result
+        first, jacobian, C = network.first_batch, network.jacobian, result.num_outputs
+        number = min(number, len(first.outputs))
+        some = slice_rows(to_device(first.inputs, jacobian.device), slice(0, number), len(first.outputs))
+        with torch.no_grad():
+            rows = jacobian.rows_in_parts(
+                some, number, Reference.contrasts, Reference.num_rows(C), self.settings.chunk_bytes
+            )
+            reference = Reference.of(rows, result.posterior.images)
+        return replace(result, posterior=replace(result.posterior, reference=reference))
 
     def _check_hyperparameters(self) -> None:
         """Again, since they may have been set."""

@@ -16,6 +16,7 @@ from ntk_iterncgp.fitting.network_check import check_posterior
 from ntk_iterncgp.laplace_torch.checks import kept_on_failure
 from ntk_iterncgp.laplace_torch.prior_of_fit import hyperparameters
 from ntk_iterncgp.persistence.fingerprint import described, digest
+from ntk_iterncgp.posterior.contrasts import Reference
 from ntk_iterncgp.posterior.weight_space import WeightPosterior
 
 if TYPE_CHECKING:
@@ -163,6 +164,14 @@ def _check_numbers(state: Mapping[str, Any], num_weights: int) -> None:
     _part(posterior, "trace_is_exact", bool)
     if "num_actions" in posterior and _part(posterior, "num_actions", int) < 1:
         raise _damaged("num_actions", _short(posterior["num_actions"]))
+    if "reference" in posterior:
+        reference = _part(posterior, "reference", Mapping)
+        if reference.keys() != {f.name for f in fields(Reference)}:
+            raise _damaged("reference", f"made of {_short(sorted(map(str, reference)))}")
+        M, h = len(_finite(reference, "margins")), Reference.num_rows(_part(reference, "num_outputs", int))
+        for name, shape in (("prior", (M, h, h)), ("cross", (M, h, B)), ("margins", (M,))):
+            if tuple(_finite(reference, name).shape) != shape or M == 0:
+                raise _damaged(name, f"a tensor of shape {tuple(reference[name].shape)}")
     if not posterior.keys() <= {f.name for f in fields(WeightPosterior)} - {"layer_sizes"}:
         raise _damaged("posterior", f"made of {_short(sorted(map(str, posterior)))}")
     for name, sizes in (("prior_precision", (1, len(state["parameters"]), P)), ("sigma_noise", (1,))):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ntk_iterncgp.data.fixed_order import FixedOrderData, Inputs
+from ntk_iterncgp.data.inputs import slice_rows
 from ntk_iterncgp.jacobian.base import NetworkJacobian
 from ntk_iterncgp.jacobian.rows import Rows
 from ntk_iterncgp.jacobian.trace import affordable_data, plan_trace
@@ -260,21 +261,9 @@ def curvature_traces(curvature: Weight, num_data: int, num_outputs: int, device:
 def in_parts(
     jacobian: NetworkJacobian, data: FixedOrderData, x: Inputs, num_outputs: int, chunk_bytes: int
 ) -> Iterator[Inputs]:
-    """A batch in parts whose rows of J fit in `chunk_bytes`, or a sentence that names the sizes."""
-    jacobian.prepare(x, data.num_rows(x))
-    per_row = jacobian.bytes_per_row(num_outputs)
-    if per_row > chunk_bytes:
-        raise ValueError(
-            f"chunk_bytes is expected to hold the rows of the Jacobian for one input, {num_outputs} outputs × "
-            f"{jacobian.num_params:,} weights, which take {_size(per_row)}, but it is {_size(chunk_bytes)}. Raise "
-            "chunk_bytes, or choose fewer weights."
-        )
-    return data.chunk(x, chunk_bytes // per_row)
-
-
-def _size(num_bytes: int) -> str:
-    """In MiB, or in bytes where that would read 0.0."""
-    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes:,} bytes"
+    """A batch in parts whose rows of J fit in `chunk_bytes`, or an error that names the sizes."""
+    rows = data.num_rows(x)
+    return (slice_rows(x, part, rows) for part in jacobian.parts(x, rows, num_outputs, chunk_bytes))
 
 
 def sweep_outputs(jacobian: NetworkJacobian, data: FixedOrderData) -> tuple[Tensor, Tensor]:  # (N, C), targets
