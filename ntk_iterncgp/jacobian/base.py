@@ -58,7 +58,8 @@ class NetworkJacobian(ABC):
                 f"{self.num_params:,} weights, which take {_size(each)}, but it is {_size(chunk_bytes)}. Raise "
                 "chunk_bytes, or choose fewer weights."
             )
-        size = chunk_bytes // each
+        at_once = chunk_bytes // each
+        size = -(-num_inputs // max(1, -(-num_inputs // at_once)))  # of parts that are equally large
         return (slice(start, min(start + size, num_inputs)) for start in range(0, num_inputs, size))
 
     def rows_in_parts(

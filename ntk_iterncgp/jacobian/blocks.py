@@ -225,6 +225,10 @@ class Convolution(Contraction):
         )
         return rows.view(b, C, -1)
 
+    @property
+    def num_needed(self) -> int:
+        return 2 * self.size
+
     def in_dtype(self, dtype: torch.dtype) -> Block:
         return self if dtype == self.cotangents.dtype else super().in_dtype(dtype)
 

@@ -30,6 +30,8 @@ from ntk_iterncgp.laplace_torch.saving import from_state_dict, to_state_dict
 from ntk_iterncgp.likelihoods import Softmax
 from ntk_iterncgp.posterior.contrasts import (
     FEW_CLASSES,
+    HEAD,
+    MANY_CLASSES_POINTS,
     KnownContrasts,
     Shape,
     checked_contrasts,
@@ -86,7 +88,7 @@ class IterNCGPLaplace(FittedNetwork):
             joint: Whether to keep the covariance between inputs (regression).
             link_approx: One of laplace-torch's links, or "quadrature", the accurate one ("quasi" and "accurate" mean
                 the same): the whole covariance of the outputs, by quasi-random points that are the same for all inputs.
-            n_samples: Samples of "mc" (100), or points of "quadrature" (512).
+            n_samples: Samples of "mc" (100), or points of "quadrature" (512; of more than 25 classes 128).
             contrasts: How many contrasts of the outputs of a classifier are computed at each input, of its likeliest
                 class against the next ones: a number k; "all", the whole covariance; or "auto", as many as an input
                 needs. The covariance of these is never below the exact one; that of the other outputs is then an
@@ -99,7 +101,8 @@ class IterNCGPLaplace(FittedNetwork):
         checked_contrasts(contrasts)
         if link_approx in QUADRATURE:
             if self.likelihood == Likelihood.CLASSIFICATION and pred_type == PredType.GP:
-                number = 512 if n_samples is None else whole_number("n_samples", n_samples, at_least=1)
+                default = 512 if self.n_outputs <= HEAD + 1 else MANY_CLASSES_POINTS
+                number = default if n_samples is None else whole_number("n_samples", n_samples, at_least=1)
                 with full_precision(self._device):
                     return self._by_quadrature(x, number, contrasts)
             link_approx = LinkApprox.PROBIT  # regression has no link

@@ -39,7 +39,9 @@ REFERENCE_INPUTS, REFERENCE_SHARE = 32, 0.03  # at most so many, and so much of 
 FEW_CLASSES = 4  # up to which "auto" takes all contrasts
 NEGLECTED = 0.1  # softened probability of the classes that no contrast knows
 MARGINS = 2.0  # posterior standard deviations in the median margin, beyond which "auto" does not soften
-MOST, SPREAD = 9, 4  # contrasts that "auto" asks for at the most; and where not even those are enough
+NUMBERS = (1, 3, 6, 9)  # of contrasts that "auto" chooses from: few numbers make large batches
+SPREAD = 3  # contrasts where the most of these are not enough
+MANY_CLASSES_POINTS = 128  # of quadrature, beyond `HEAD` ranks
 POINT_ENTRIES = 2**20  # latent values of points at once
 JITTER = 1e-9  # of a shape, relative to its largest entry
 
@@ -75,9 +77,9 @@ def leading_contrasts(outputs: Tensor, number: int, *, with_level: bool = False)
 
 
 def contrasts_needed(outputs: Tensor, variance: float) -> Tensor:  # (b, C) -> (b,)
-    """The least k at each input whose k + 1 classes leave out at most `NEGLECTED` of the probability.
+    """The least k of `NUMBERS` at each input whose k + 1 classes leave out at most `NEGLECTED` of the probability.
 
-    Of that softened by a variance of each logit, π̃ = softmax(f / √(1 + π v / 8)). Where `MOST` contrasts leave out
+    Of that softened by a variance of each logit, π̃ = softmax(f / √(1 + π v / 8)). Where the most contrasts leave out
     more, it is spread over so many classes that none of them matters much, and `SPREAD` must do.
 
     Args:
@@ -87,7 +89,8 @@ def contrasts_needed(outputs: Tensor, variance: float) -> Tensor:  # (b, C) -> (
     softened = (outputs.detach().double() / math.sqrt(1 + math.pi / 8 * variance)).softmax(1).sort(1).values
     beyond = softened.cumsum(1).flip(1)[:, 2:]  # by the classes of rank 3, 4, … and all that follow
     needed = 1 + (beyond > NEGLECTED).sum(1)
-    return torch.where(needed <= MOST, needed, min(SPREAD, outputs.shape[1] - 1))
+    numbers = torch.tensor([*NUMBERS, SPREAD], device=outputs.device)
+    return numbers[torch.bucketize(needed, numbers[:-1])].clamp_max(outputs.shape[1] - 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +152,7 @@ class Reference:
         covariance = self.prior / precision - half @ half.mT  # (M, h, h)
         margin = covariance[:, 0, 0].clamp_min(1e-300)
         mean = (covariance / margin[:, None, None]).mean(0)
-        return Shape(_all_ranks(mean, self.num_outputs), min(2 * float(margin.mean()), self.softest))
+        return Shape(_all_ranks(mean, self.num_outputs), min(float(margin.mean()), self.softest))
 
 
 def _all_ranks(head: Tensor, num_outputs: int) -> Tensor:  # (h, h) -> (C, C)
@@ -272,11 +275,11 @@ class KnownContrasts:
             return expected_response(
                 likelihood, self.outputs, self.filled(shape), link="quadrature", num_samples=num_points
             )
-        values = shape.latent(self.outputs.gather(1, order), self.covariance, num_points)
+        values = shape.latent(self.outputs.gather(1, order).float(), self.covariance, num_points)
         size = 1 + POINT_ENTRIES // (num_points * order.shape[1])
         parts = [slice(start, start + size) for start in range(0, len(order), size)]
         by_rank = torch.cat([values(part).softmax(2).mean(1) for part in parts])
-        return by_rank.gather(1, order.argsort(1))
+        return by_rank.gather(1, order.argsort(1)).to(self.outputs)
 
 
 def in_order(parts: Sequence[KnownContrasts], results: Sequence[Tensor]) -> Tensor:
