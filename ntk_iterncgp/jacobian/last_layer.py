@@ -94,7 +94,7 @@ class LastLayerRows(Rows):
     def _times_of_few(self, matrix: Tensor) -> Tensor:  # (C, D′, k) -> (b, r, k)
         """Of contrasts of a few classes each: a product with the weights of these alone, class by class."""
         assert self._contrasts is not None
-        b, C, r = self._contrasts.shape
+        b, _, r = self._contrasts.shape
         has_part = (self._contrasts != 0).any(2)  # (b, C)
         total = self._contrasts.new_zeros(b, r, matrix.shape[2])
         for c in has_part.any(0).nonzero()[:, 0].tolist():  # over classes that any input asks for
