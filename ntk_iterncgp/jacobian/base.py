@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ntk_iterncgp.data.inputs import Inputs, slice_rows
+from ntk_iterncgp.data.order import Inputs, slice_rows
 from ntk_iterncgp.jacobian.rows import Contrasts, Rows, contrasts_of
 
 
@@ -54,9 +54,9 @@ class NetworkJacobian(ABC):
         each = self.bytes_per_row(num_rows)
         if each > chunk_bytes:
             raise ValueError(
-                f"chunk_bytes is expected to hold the rows of the Jacobian for one input, {num_rows} outputs × "
-                f"{self.num_params:,} weights, which take {_size(each)}, but it is {_size(chunk_bytes)}. Raise "
-                "chunk_bytes, or choose fewer weights."
+                f"`chunk_bytes` must hold the rows of the Jacobian for one input, {num_rows} outputs × "
+                f"{self.num_params:,} weights, {each:,} bytes; got {chunk_bytes:,}. Try chunk_bytes={each}, or fewer "
+                "weights."
             )
         at_once = chunk_bytes // each
         size = -(-num_inputs // max(1, -(-num_inputs // at_once)))  # of parts that are equally large
@@ -69,8 +69,3 @@ class NetworkJacobian(ABC):
         for part in self.parts(x, num_inputs, num_rows, chunk_bytes):
             some = slice_rows(x, part, num_inputs)
             yield self.rows(some, part.stop - part.start, contrasts_of(contrasts, part))
-
-
-def _size(num_bytes: int) -> str:
-    """In MiB, or in bytes where that would read 0.0."""
-    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes:,} bytes"
