@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks import (
+    gp_peers,
     hyperparameters,
     kernels,
     kill_and_resume,
@@ -266,3 +267,16 @@ def test_shares_are_set_beside_the_best_that_so_many_actions_could_get(
     for ours, best in zip(figures["ours"], figures["best"], strict=True):
         assert 0.8 * best < ours < 100.01 and best < 100.01
     assert len(capsys.readouterr().out.splitlines()) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.cli
+def test_the_benchmark_of_gps_prints_two_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "gp_peers.json"
+    gp_peers.main(["--quick", "--limit", "40", "--only", "ours", "sklearn", "--json", str(file)])
+    written = json.loads(file.read_text())
+    assert {row["method"] for row in written["peers"]} == {"ours", "sklearn"}
+    assert {row["problem"] for row in written["counts"]} == set(gp_peers.DESIGNS)
+    assert {row["method"] for row in written["counts"]} == {"ours", "GLM", "mean count"}
+    assert all(row["nll"] == row["nll"] and not row["note"] for table in written.values() for row in table)
+    assert capsys.readouterr().out.count("| data | N | method | NLL |") == 2

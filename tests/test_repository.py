@@ -28,7 +28,7 @@ ORDER = [
     {"persistence"},
     {"fitting"},
     {"gp", "laplace_torch"},
-    {"botorch"},
+    {"botorch", "sklearn"},
     {"experiments"},
     {"__main__"},
 ]

@@ -148,7 +148,7 @@ def _expected_log_prob(
     mean = prior.mean[data] + (rows @ w)[..., 0]
     half = torch.linalg.solve_triangular(lower, rows.flatten(0, 1).T, upper=False).T.unflatten(0, rows.shape[:2])
     covariance = prior.blocks_of(prior.inputs[data]) - half @ half.mT
-    likelihood, targets = state.problem.likelihood, state.problem.targets[data]
+    likelihood, targets = state.problem.likelihood.on(data), state.problem.targets[data]
     if noise is not None:
         squares = (targets - mean).square() + covariance.diagonal(dim1=1, dim2=2)
         return -0.5 * (squares / noise + (2 * torch.pi * noise).log()).sum()

@@ -104,11 +104,10 @@ def evidence_weights(state: ExactState) -> tuple[Tensor, Tensor]:  # (1 or C, N,
 def curvature_slope(state: ExactState) -> Tensor:  # s (N, C)
     """−½ ∂/∂f tr(Σ W(f)) at the mode, with Σ held: third derivatives of the likelihood."""
     slope = torch.zeros_like(state.latent)
-    likelihood = state.problem.likelihood
     for data, covariance in ExactPosterior(state).training_covariances():
         with torch.enable_grad():
             latent = state.latent[data].detach().clone().requires_grad_()
-            weighted = likelihood.curvature(latent, covariance).diagonal(dim1=1, dim2=2).sum()
+            weighted = state.problem.likelihood.on(data).curvature(latent, covariance).diagonal(dim1=1, dim2=2).sum()
             if weighted.requires_grad:
                 (slope[data],) = torch.autograd.grad(-0.5 * weighted, latent)
     return slope

@@ -120,7 +120,7 @@ def mean_from_data(likelihood: Likelihood, targets: Tensor) -> Tensor:  # (C,)
 
     Zero for several classes, of which only differences count.
     """
-    outputs = likelihood.num_outputs
+    likelihood, outputs = likelihood.given(targets), likelihood.num_outputs
     constant = torch.zeros(1, outputs, dtype=torch.float64, device=targets.device)
     if likelihood.curvature_rank < outputs:
         return constant[0]

@@ -9,10 +9,11 @@ Everything is checked here, before any work is done; the rooms behind it do not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from ntk_iterncgp.fitting.exact_run import ExactRun, exact_checked, exact_report
 from ntk_iterncgp.fitting.report import FitReport
 from ntk_iterncgp.fitting.self_check import checked
 from ntk_iterncgp.fitting.solver_run import SolverRun, Steps, solver_report
+from ntk_iterncgp.gp import plots
+from ntk_iterncgp.gp import state as stored
 from ntk_iterncgp.gp.affordable import MODES, Sizes, chooses_exact, explained
 from ntk_iterncgp.gp.checks import (
     check_memory,
@@ -545,6 +548,50 @@ class NonConjugateGP:
     def elbo(self) -> float:
         """A lower bound on the true log-evidence."""
         return self.posterior_.elbo()
+
+    # --- saving and showing ---------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """This fitted GP as tensors, numbers and texts, for `from_state_dict`."""
+        return stored.state_dict(self)
+
+    @classmethod
+    def from_state_dict(cls, saved: Mapping[str, Any], **given: Any) -> Self:
+        """Make the GP that `state_dict` described, checked against its kernel and its data.
+
+        Args:
+            saved: As `state_dict` returned it.
+            given: `kernel`, `likelihood` or `policy`, where they are your own and were not saved; `device`.
+
+        Returns:
+            The fitted GP, which predicts the same bits.
+        """
+        return stored.from_state_dict(cls, saved, **given)
+
+    def save(self, path: str | Path) -> None:
+        """Write this fitted GP, with its data, to one `.safetensors` file; whole or not at all."""
+        stored.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path, **given: Any) -> Self:
+        """Read a fitted GP from a file that `save` wrote; nothing in it is run.
+
+        Args:
+            path: The file.
+            given: As in `from_state_dict`.
+
+        Returns:
+            The fitted GP, which predicts the same bits.
+        """
+        return stored.load(cls, path, **given)
+
+    def plot_1d(self, ax: Any = None, **settings: Any) -> Any:
+        """Plot a GP of one-dimensional inputs: mean, bands, data. See `gp.plots.plot_1d` for the settings."""
+        return plots.plot_1d(self, ax, **settings)
+
+    def plot_2d(self, ax: Any = None, **settings: Any) -> Any:
+        """Plot a GP of two-dimensional inputs: mean, rate or classes, and data. See `gp.plots.plot_2d`."""
+        return plots.plot_2d(self, ax, **settings)
 
     # --- checks ---------------------------------------------------------------------------------------------------
 

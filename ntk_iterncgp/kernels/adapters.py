@@ -3,8 +3,9 @@
     FromGPyTorch(gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel(ard_num_dims=3)))
     Deep(network, Matern32(lengthscale=1.0))          k(x, z) = kernel(network(x), network(z))
 
-A gpytorch kernel that has a formula here (RBF and Matern, also its KeOps ones, scaled, added, multiplied) becomes that
-formula, and with it gets every method of multiplication. Any other stationary one is called as it is, tile by tile.
+A gpytorch kernel that is one of those here (RBF, Matern, rational quadratic, periodic, linear, constant, also its KeOps
+ones, of some coordinates, scaled, added, multiplied) becomes that one, and with it gets every method of multiplication
+that it has. Any other stationary one is called as it is, tile by tile.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from .base import Kernel
-from .stationary import RBF, Matern12, Matern32, Matern52, Stationary
+from .linear import Constant, Linear
+from .stationary import RBF, Matern12, Matern32, Matern52, Periodic, RationalQuadratic, Stationary
 
 MATERN: dict[float, type[Stationary]] = {0.5: Matern12, 1.5: Matern32, 2.5: Matern52}
 KEOPS = ("RBFKernel", "MaternKernel", "PeriodicKernel")  # the kernels that gpytorch has twice
@@ -27,7 +29,7 @@ KEOPS = ("RBFKernel", "MaternKernel", "PeriodicKernel")  # the kernels that gpyt
 
 @final
 class FromGPyTorch(Kernel):
-    """A stationary gpytorch kernel with the hyperparameters that it has now."""
+    """A gpytorch kernel, stationary or one that there is here, with the hyperparameters that it has now."""
 
     def __init__(self, kernel: Any) -> None:
         try:
@@ -40,7 +42,9 @@ class FromGPyTorch(Kernel):
             raise TypeError(
                 f"`kernel` must be a kernel of gpytorch's; got {kernel!r}. Try gpytorch.kernels.RBFKernel()."
             )
-        if not kernel.is_stationary:
+        kernel = _without_keops(kernel)
+        translated = None if len(kernel.batch_shape) else _translated(kernel)
+        if translated is None and not kernel.is_stationary:
             raise ValueError(
                 f"`kernel` must be stationary; got {type(kernel).__name__}, which says that it is not. Try a Kernel "
                 "of your own: docs/extending.md shows how."
@@ -50,13 +54,16 @@ class FromGPyTorch(Kernel):
                 f"`kernel` must be a single kernel; got a batch of shape {tuple(kernel.batch_shape)}. Try a list of "
                 "kernels, one for each output."
             )
-        kernel = _without_keops(kernel)
-        self.kernel = _translated(kernel) or _Called(kernel)
+        self.kernel = translated or _Called(kernel)
         self.is_of_distance, self.is_decreasing = self.kernel.is_of_distance, self.kernel.is_decreasing
 
     @property
     def input_dimension(self) -> int | None:
         return self.kernel.input_dimension
+
+    @property
+    def least_dimension(self) -> int:
+        return self.kernel.least_dimension
 
     def hyperparameters(self) -> dict[str, Tensor]:
         return self.kernel.hyperparameters()
@@ -69,7 +76,7 @@ class FromGPyTorch(Kernel):
     def simplified(self, *inputs: Tensor) -> tuple[Kernel, tuple[Tensor, ...]]:
         return self.kernel, inputs
 
-    def on_distances(self, squared: Callable[[Tensor], Any], number: Callable[[Tensor], Any]) -> Any:
+    def on_distances(self, squared: Callable[[Any], Any], number: Callable[[Tensor], Any]) -> Any:
         return self.kernel.on_distances(squared, number)
 
     def _evaluate(self, X1: Tensor, X2: Tensor) -> Tensor:
@@ -101,20 +108,34 @@ def _translated(kernel: Any) -> Kernel | None:
     """The same kernel in our own words, or None where there are none."""
     from gpytorch import kernels as theirs
 
-    if kernel.active_dims is not None:
-        return None
     if type(kernel) is theirs.ScaleKernel:
-        inner = _translated(kernel.base_kernel)
-        return None if inner is None else kernel.outputscale.detach().double() * inner
+        inner, is_of_some = _translated(kernel.base_kernel), kernel.active_dims is not None
+        if inner is None or (is_of_some and kernel.base_kernel.active_dims is None):
+            return None
+        scale: Tensor = kernel.outputscale.detach().double()
+        return scale * inner
     if type(kernel) in (theirs.AdditiveKernel, theirs.ProductKernel):
         parts = [_translated(part) for part in kernel.kernels]
         combine = operator.add if type(kernel) is theirs.AdditiveKernel else operator.mul
-        return None if None in parts else functools.reduce(combine, parts)
+        return None if None in parts or kernel.active_dims is not None else functools.reduce(combine, parts)
+    active_dims = None if kernel.active_dims is None else kernel.active_dims.tolist()
+
+    def value(name: str) -> Tensor:
+        found: Tensor = getattr(kernel, name).detach().double().flatten()
+        return found if kernel.ard_num_dims else found[0]
+
+    if type(kernel) is theirs.ConstantKernel:
+        return Constant(kernel.constant.detach().double().reshape(()))
+    if type(kernel) is theirs.LinearKernel:
+        return Linear(value("variance"), active_dims=active_dims)
+    if type(kernel) is theirs.PeriodicKernel:  # whose lengthscale is not squared
+        return Periodic(value("lengthscale").sqrt(), 1.0, value("period_length"), active_dims=active_dims)
+    if type(kernel) is theirs.RQKernel:
+        return RationalQuadratic(value("lengthscale"), 1.0, kernel.alpha.detach().double()[0], active_dims=active_dims)
     if type(kernel) not in (theirs.RBFKernel, theirs.MaternKernel):
         return None
     kind: type[Stationary] = RBF if type(kernel) is theirs.RBFKernel else MATERN[kernel.nu]
-    lengthscale = kernel.lengthscale.detach().double().flatten()
-    return kind(lengthscale if kernel.ard_num_dims else lengthscale[0])
+    return kind(value("lengthscale"), active_dims=active_dims)
 
 
 @final

@@ -45,11 +45,20 @@ class Kernel(ABC):
     @abstractmethod
     def __repr__(self) -> str: ...
 
+    @property
+    def least_dimension(self) -> int:
+        """The number of coordinates that inputs must have at least, where it looks at some of them."""
+        return 0
+
+    def settings(self) -> dict[str, Any]:
+        """The arguments with which an equal kernel can be made."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how it is made: it lacks `settings`.")
+
     is_of_distance: bool = False  # k(x, z) depends on scaled distances alone, and `on_distances` is written
     is_decreasing: bool = False  # and it falls as points move apart, so that far tiles may be skipped
 
-    def on_distances(self, squared: Callable[[Tensor], Any], number: Callable[[Tensor], Any]) -> Any:
-        """The formula, given r² for a lengthscale and the value of a hyperparameter in the caller's algebra."""
+    def on_distances(self, squared: Callable[[Any], Any], number: Callable[[Tensor], Any]) -> Any:
+        """The formula, given r² for a `Geometry` and the value of a hyperparameter in the caller's algebra."""
         raise NotImplementedError(f"{type(self).__name__} is not written as a formula of distances.")
 
     def simplified(self, *inputs: Tensor) -> tuple["Kernel", tuple[Tensor, ...]]:
@@ -82,8 +91,7 @@ class Kernel(ABC):
     def __add__(self, other: "Kernel") -> "Sum":
         if not isinstance(other, Kernel):
             raise TypeError(
-                f"The other summand must be a kernel; got {type(other).__name__}. Try c * RBF(lengthscale) with a long "
-                "lengthscale for a constant c."
+                f"The other summand must be a kernel; got {type(other).__name__}. Try Constant(c) for a constant c."
             )
         return Sum(*_parts(self, Sum), *_parts(other, Sum))
 
@@ -114,6 +122,10 @@ class Scaled(Kernel):
     def input_dimension(self) -> int | None:
         return self.kernel.input_dimension
 
+    @property
+    def least_dimension(self) -> int:
+        return self.kernel.least_dimension
+
     def hyperparameters(self) -> dict[str, Tensor]:
         return {"scale": self.scale} | _dotted("kernel", self.kernel)
 
@@ -126,7 +138,7 @@ class Scaled(Kernel):
     def trainable(self) -> list[Tensor]:
         return [self.scale, *self.kernel.trainable()]
 
-    def on_distances(self, squared: Callable[[Tensor], Any], number: Callable[[Tensor], Any]) -> Any:
+    def on_distances(self, squared: Callable[[Any], Any], number: Callable[[Tensor], Any]) -> Any:
         return number(self.scale) * self.kernel.on_distances(squared, number)
 
     def with_hyperparameters(self, values: Mapping[str, Tensor]) -> Self:
@@ -160,6 +172,10 @@ class _Combination(Kernel):
     def input_dimension(self) -> int | None:
         return self._input_dimension
 
+    @property
+    def least_dimension(self) -> int:
+        return max(kernel.least_dimension for kernel in self.kernels)
+
     def hyperparameters(self) -> dict[str, Tensor]:
         dotted = (_dotted(str(i), kernel) for i, kernel in enumerate(self.kernels))
         return functools.reduce(operator.or_, dotted)
@@ -182,7 +198,7 @@ class Sum(_Combination):
     def _evaluate_diagonal(self, X: Tensor) -> Tensor:
         return functools.reduce(operator.add, (kernel._evaluate_diagonal(X) for kernel in self.kernels))
 
-    def on_distances(self, squared: Callable[[Tensor], Any], number: Callable[[Tensor], Any]) -> Any:
+    def on_distances(self, squared: Callable[[Any], Any], number: Callable[[Tensor], Any]) -> Any:
         return functools.reduce(operator.add, (kernel.on_distances(squared, number) for kernel in self.kernels))
 
     def __repr__(self) -> str:
@@ -199,7 +215,7 @@ class Product(_Combination):
     def _evaluate_diagonal(self, X: Tensor) -> Tensor:
         return functools.reduce(operator.mul, (kernel._evaluate_diagonal(X) for kernel in self.kernels))
 
-    def on_distances(self, squared: Callable[[Tensor], Any], number: Callable[[Tensor], Any]) -> Any:
+    def on_distances(self, squared: Callable[[Any], Any], number: Callable[[Tensor], Any]) -> Any:
         return functools.reduce(operator.mul, (kernel.on_distances(squared, number) for kernel in self.kernels))
 
     def __repr__(self) -> str:
@@ -255,6 +271,11 @@ def check_inputs(kernel: Kernel, X: Tensor, name: str) -> None:
         raise ValueError(
             f"`{name}` must have {expected} coordinates, one for each lengthscale; got {X.shape[1]}. Try one "
             "lengthscale per coordinate, or a single number for all."
+        )
+    if X.shape[1] < kernel.least_dimension:
+        raise ValueError(
+            f"The kernel has active_dims up to coordinate {kernel.least_dimension - 1}, counted from 0, but {name} has "
+            f"{X.shape[1]} coordinates. Give it coordinates that there are."
         )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import keops
-from .base import Kernel
+from .base import Kernel, Product, Scaled, Sum
 from .distance import FEW_COORDINATES
 from .formula import Formula
 from .fused import missing_compiler, warn_once
@@ -60,9 +60,13 @@ def choose(kernel: Kernel, X1: Tensor, X2: Tensor, *, method: str = "auto", tole
 def _choose(kernel: Kernel, X1: Tensor, X2: Tensor, tolerance: float | None) -> Choice:
     pairs, d = len(X1) * len(X2), X1.shape[1]
     if not kernel.is_of_distance:
-        return Choice("plain", f"{type(kernel).__name__} is not a formula of distances")
+        return Choice("plain", f"{type(_not_of_distance(kernel)).__name__} is not a formula of distances")
     if d == 0 or pairs == 0:
         return Choice("plain", "there is nothing to multiply")
+    formula = Formula.of(kernel)
+    if not formula.geometries:
+        return Choice("plain", f"{kernel!r} looks at no distance")
+    d = max(points[0].shape[1] for points in formula.points(X1[:1], X2[:1]))  # those that are active
     sparse = _sparse(kernel, X1, X2, tolerance)
     if sparse is not None:
         return sparse
@@ -97,6 +101,14 @@ def _sparse(kernel: Kernel, X1: Tensor, X2: Tensor, tolerance: float | None) -> 
     return Choice("sparse", kept, pattern)
 
 
+def _not_of_distance(kernel: Kernel) -> Kernel:
+    """The part of a kernel because of which it is no formula of distances."""
+    if isinstance(kernel, Scaled):
+        return _not_of_distance(kernel.kernel)
+    parts = kernel.kernels if isinstance(kernel, (Sum, Product)) else ()
+    return next((_not_of_distance(part) for part in parts if not part.is_of_distance), kernel)
+
+
 def _is_on_gpu(X: Tensor) -> bool:
     return X.device.type == "cuda"
 
@@ -112,6 +124,10 @@ def _check_possible(kernel: Kernel, X: Tensor, method: str) -> None:
         raise ValueError(
             f"`kernel` must be a formula of distances for method={method!r}; got {kernel!r}. Try method='plain' or "
             "'auto'."
+        )
+    if not Formula.of(kernel).geometries:
+        raise ValueError(
+            f"`kernel` must have a distance in it for method={method!r}; got {kernel!r}. Try method='plain' or 'auto'."
         )
     if method == "sparse" and not kernel.is_decreasing:
         raise ValueError(

@@ -34,7 +34,7 @@ class Norms(NamedTuple):
 
 
 class ExpandedDistances:
-    """r² for one lengthscale of a formula, tile by tile."""
+    """r² for one geometry of a formula, tile by tile."""
 
     def __init__(self, formula: Formula, place: int, X1: Tensor, X2: Tensor) -> None:
         self.X1, self.X2 = X1, X2
@@ -98,7 +98,7 @@ def reach(formula: Formula, place: int, error: float, tolerance: float) -> float
     grid = torch.logspace(-14, 6, 801, dtype=torch.float64)  # steps of 6 %
 
     def value(squared: Tensor) -> Tensor:
-        others = [torch.zeros_like(squared) for _ in formula.lengthscales]
+        others = [torch.zeros_like(squared) for _ in formula.geometries]
         others[place] = squared
         values: Tensor = formula.evaluate(others, [number.cpu() for number in formula.numbers])
         return values

@@ -133,8 +133,8 @@ class KernelMatrix:
         """
         if not self.kernel.is_of_distance or 0 in self.shape:
             return 0.0
-        pairs = Formula.of(self.kernel).points(self._x1, self._x2)
-        spread = max(float(torch.linalg.vector_norm(points, dim=1).max()) for pair in pairs for points in pair)
+        geometries = Formula.of(self.kernel).geometries
+        spread = max((geometry.spread(self._x1, self._x2) for geometry in geometries), default=0.0)
         return 4 * torch.finfo(self._x1.dtype).eps * spread
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ class Bernoulli(Likelihood):
 
     def __repr__(self) -> str:
         return "Bernoulli()"
+
+    def settings(self) -> dict[str, Any]:
+        return {}
 
     def check_targets(self, targets: Tensor) -> Tensor:
         targets = one_dimensional(targets, "Bernoulli", "each 0 or 1").double()

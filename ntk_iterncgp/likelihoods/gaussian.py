@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from ntk_iterncgp.likelihoods.base import Likelihood
@@ -16,6 +18,10 @@ class Gaussian(Likelihood):
     has_exact_response = True
 
     def __init__(self, noise: float, num_outputs: int = 1) -> None:
+        if torch.as_tensor(noise).ndim > 0:
+            raise TypeError(
+                "`noise` must be one variance for all data; got several. Try FixedNoiseGaussian for one for each."
+            )
         if not (math.isfinite(noise) and noise > 0):
             raise ValueError(f"`noise` must be a positive, finite variance; got {noise}. Try noise=0.01.")
         if num_outputs != int(num_outputs) or num_outputs < 1:
@@ -26,6 +32,9 @@ class Gaussian(Likelihood):
     def __repr__(self) -> str:
         outputs = f", num_outputs={self.num_outputs}" if self.num_outputs > 1 else ""
         return f"Gaussian(noise={self.variance:g}{outputs})"
+
+    def settings(self) -> dict[str, Any]:
+        return {"noise": self.variance, "num_outputs": self.num_outputs}
 
     def check_targets(self, targets: Tensor) -> Tensor:
         targets = targets.double()

@@ -8,6 +8,7 @@ while W⁺ puts *none* there. `project` keeps every action zero-sum over the cla
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from ntk_iterncgp.likelihoods.base import Likelihood, one_dimensional, require
 
 class Softmax(Likelihood):
     """`num_classes` latent functions, the logits."""
+
+    has_monotone_response = False  # each probability depends on all latent values
 
     def __init__(self, num_classes: int) -> None:
         if num_classes != int(num_classes) or num_classes < 2:
@@ -28,6 +31,9 @@ class Softmax(Likelihood):
 
     def __repr__(self) -> str:
         return f"Softmax({self.num_outputs})"
+
+    def settings(self) -> dict[str, Any]:
+        return {"num_classes": self.num_outputs}
 
     @property
     def curvature_rank(self) -> int:

@@ -66,9 +66,9 @@ class ExactPosterior(FunctionPosterior):
         state, problem = self.state, self.state.problem
         total = -0.5 * (state.iterate.penalty(None) + state.system.log_determinant)
         for data, covariance in self.training_covariances():
-            latent, targets = state.latent[data], problem.targets[data]
-            total += float(problem.likelihood.expected_log_prob(latent, covariance, targets).sum())
-            weighted = problem.likelihood.curvature(latent, covariance)
+            latent, targets, likelihood = state.latent[data], problem.targets[data], problem.likelihood.on(data)
+            total += float(likelihood.expected_log_prob(latent, covariance, targets).sum())
+            weighted = likelihood.curvature(latent, covariance)
             total += 0.5 * float(weighted.diagonal(dim1=1, dim2=2).sum())
         return total
 

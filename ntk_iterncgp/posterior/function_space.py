@@ -142,7 +142,7 @@ class Posterior(FunctionPosterior):
             half = state.factor.half_solve(rows.flatten(0, 1).T).T.unflatten(0, rows.shape[:2])
             covariance = floor_diagonal(covariance - half @ half.mT)
             targets = problem.targets[data]
-            total += problem.likelihood.expected_log_prob(state.latent[data], covariance, targets).sum()
+            total += problem.likelihood.on(data).expected_log_prob(state.latent[data], covariance, targets).sum()
         return float(self.prior.shard.sum(total)) - divergence
 
     def bytes_per_input(self, *, marginal: bool = False) -> int:
