@@ -233,6 +233,28 @@ class IterNCGPLaplace(FittedNetwork):
             parts = [posterior.contributions(rows, groups, combinations) for rows in self._rows_at(x)]
         return clusters.spread(torch.cat(parts))  # (b, all groups) -> (b, N)
 
+    def latent(
+        self, x: Inputs, *, joint: bool = False, contrasts: int | str = "auto"
+    ) -> tuple[Tensor, Tensor]:  # (b, C), (b, C, C)
+        """Compute the posterior of the network's outputs.
+
+        Args:
+            x: The inputs.
+            joint: Whether to return the covariance between all inputs too, (b·C, b·C), with the output index fastest.
+            contrasts: As in a prediction; a joint covariance always has all.
+
+        Returns:
+            The mean (b, C) and the covariance (b, C, C) of the outputs.
+        """
+        self._check_fitted()
+        self._check_nonempty_inputs(x)
+        self._refresh_posterior()
+        with full_precision(self._device):
+            if not joint:
+                return self._moments(x, checked_contrasts(contrasts))
+            mean, covariance = self._glm_predictive_distribution(x, joint=True)
+        return mean.reshape(-1, self.n_outputs), covariance
+
     def _glm_predictive_distribution(self, x: Inputs, joint: bool = False) -> tuple[Tensor, Tensor]:
         if isinstance(x, GivenMoments):  # moments known already: laplace-torch's links are asked about them
             return x
