@@ -9,11 +9,10 @@ Everything is checked here, before any work is done; the rooms behind it do not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,8 +22,6 @@ from ntk_iterncgp.fitting.exact_run import ExactRun, exact_checked, exact_report
 from ntk_iterncgp.fitting.report import FitReport
 from ntk_iterncgp.fitting.self_check import checked
 from ntk_iterncgp.fitting.solver_run import SolverRun, Steps, solver_report
-from ntk_iterncgp.gp import plots
-from ntk_iterncgp.gp import state as stored
 from ntk_iterncgp.gp.affordable import MODES, Sizes, chooses_exact, explained
 from ntk_iterncgp.gp.checks import (
     check_memory,
@@ -42,6 +39,7 @@ from ntk_iterncgp.gp.evidence import ExactEvidence
 from ntk_iterncgp.gp.hyperparameters import MEAN, hyperparameters, mean_from_data, with_values
 from ntk_iterncgp.gp.optimize import OptimizationReport, SearchOptions, maximise_elbo, maximise_evidence
 from ntk_iterncgp.gp.saving import search_session, session_of
+from ntk_iterncgp.gp.shareable import Shareable
 from ntk_iterncgp.kernels import METHODS, Kernel
 from ntk_iterncgp.likelihoods import Likelihood
 from ntk_iterncgp.persistence.checkpoint import UNSAVED, Checkpoint, CheckpointSession
@@ -71,7 +69,7 @@ SUBSET = 1000  # data whose exact evidence gives a search among more than twice 
 MAX_KRONECKER_RANK = 3000  # beyond this the B×B algebra takes longer than it saves in products
 
 
-class NonConjugateGP:
+class NonConjugateGP(Shareable):
     """A Gaussian process with a log-concave likelihood, by IterNCGP.
 
     Args:
@@ -548,50 +546,6 @@ class NonConjugateGP:
     def elbo(self) -> float:
         """A lower bound on the true log-evidence."""
         return self.posterior_.elbo()
-
-    # --- saving and showing ---------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """This fitted GP as tensors, numbers and texts, for `from_state_dict`."""
-        return stored.state_dict(self)
-
-    @classmethod
-    def from_state_dict(cls, saved: Mapping[str, Any], **given: Any) -> Self:
-        """Make the GP that `state_dict` described, checked against its kernel and its data.
-
-        Args:
-            saved: As `state_dict` returned it.
-            given: `kernel`, `likelihood` or `policy`, where they are your own and were not saved; `device`.
-
-        Returns:
-            The fitted GP, which predicts the same bits.
-        """
-        return stored.from_state_dict(cls, saved, **given)
-
-    def save(self, path: str | Path) -> None:
-        """Write this fitted GP, with its data, to one `.safetensors` file; whole or not at all."""
-        stored.save(self, path)
-
-    @classmethod
-    def load(cls, path: str | Path, **given: Any) -> Self:
-        """Read a fitted GP from a file that `save` wrote; nothing in it is run.
-
-        Args:
-            path: The file.
-            given: As in `from_state_dict`.
-
-        Returns:
-            The fitted GP, which predicts the same bits.
-        """
-        return stored.load(cls, path, **given)
-
-    def plot_1d(self, ax: Any = None, **settings: Any) -> Any:
-        """Plot a GP of one-dimensional inputs: mean, bands, data. See `gp.plots.plot_1d` for the settings."""
-        return plots.plot_1d(self, ax, **settings)
-
-    def plot_2d(self, ax: Any = None, **settings: Any) -> Any:
-        """Plot a GP of two-dimensional inputs: mean, rate or classes, and data. See `gp.plots.plot_2d`."""
-        return plots.plot_2d(self, ax, **settings)
 
     # --- checks ---------------------------------------------------------------------------------------------------
 

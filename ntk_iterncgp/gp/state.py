@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ntk_iterncgp import likelihoods
+import ntk_iterncgp.likelihoods as likelihoods
 from ntk_iterncgp.fitting.drive import Run, Trajectory
 from ntk_iterncgp.fitting.exact_run import ExactRun
 from ntk_iterncgp.fitting.self_check import SelfCheckError, problems
