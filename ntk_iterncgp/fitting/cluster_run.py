@@ -23,7 +23,7 @@ from ntk_iterncgp.clusters.passes import epochs_of
 from ntk_iterncgp.data.fixed_order import Inputs
 from ntk_iterncgp.fitting.cluster_state import ClusterState, ForwardState, PassPosition, read_meter, weight_posterior
 from ntk_iterncgp.fitting.drive import Budget, Run, Stage, Trajectory, drive
-from ntk_iterncgp.fitting.fingerprints import batch_digests, checked_digests
+from ntk_iterncgp.fitting.fingerprints import batch_digests, checked_digests, data_fingerprint
 from ntk_iterncgp.fitting.linearised import (
     LinearisedNetwork,
     NetworkFit,
@@ -52,7 +52,7 @@ def fit_by_clusters(
     if session.saved is not None:
         checked_digests(session, network.data)
     budget = Budget(settings.max_epochs)
-    run = ClusterRun(network, settings, budget, max_passes=1, is_saved=session.is_kept)
+    run = ClusterRun(network, settings, budget, max_passes=1)
     return _finish(
         drive(run, ForwardState(), budget=budget, progress_bar=progress_bar, session=session), network, settings
     )
@@ -71,9 +71,10 @@ def refine_by_clusters(
     state, report = fitted.state, fitted.report
     assert isinstance(state, ClusterState)
     digests = checked_digests(session, network.data)
+    digests = state.digests if digests is None else digests
     if budget.epochs is not None:
         budget = replace(budget, epochs=state.epochs + budget.epochs)
-    run = ClusterRun(network, settings, budget, max_passes=None, is_saved=session.is_kept)
+    run = ClusterRun(network, settings, budget, max_passes=None)
     trajectory = drive(
         run,
         replace(state, clusters=state.clusters.copy(), digests=digests, passes=0),
@@ -98,10 +99,9 @@ class ClusterRun(Run[AnyState]):
         budget: Budget,
         *,
         max_passes: int | None,
-        is_saved: bool,
     ) -> None:
         self.network, self.settings, self.budget = network, settings, budget
-        self.max_passes, self.is_saved = max_passes, is_saved
+        self.max_passes = max_passes
         self.has_own_sums = False  # the images of the current pass are those of this process, not yet of all
 
     # --- the algorithm ------------------------------------------------------------------------------------------------
@@ -127,14 +127,13 @@ class ClusterRun(Run[AnyState]):
         return state, Status.BUDGET
 
     def _forward(self, state: ForwardState) -> Generator[AnyState, None, ClusterState]:
-        """Outputs, targets and features of all data; and digests, where these are saved. Then the trace."""
+        """Outputs, targets, features and digests of all data. Then the trace."""
         network, data, device = self.network, self.network.data, self.network.jacobian.device
         with batch_features(network.jacobian) as features_of:
 
             def look(x: Inputs, y: Tensor) -> tuple[Tensor, ...]:
                 outputs = network.jacobian.forward(x)
-                digests = (batch_digests(data, x, y).to(device),) if self.is_saved else ()
-                return outputs, y, features_of(x, outputs), *digests
+                return outputs, y, features_of(x, outputs), batch_digests(data, x, y).to(device)
 
             for batch in data.each_batch(look, skip=len(state.batches)):
                 state.batches.append(batch)
@@ -157,7 +156,7 @@ class ClusterRun(Run[AnyState]):
             num_calls=max(len(data), min(self.settings.num_actions, len(outputs))),
         )
         diagonal = prior.curvature_diagonal(CurvatureAt(clusters.likelihood, outputs))
-        digests = torch.cat([part.cpu() for part in columns[3]]) if self.is_saved else None
+        digests = torch.cat([part.cpu() for part in columns[3]])
         return ClusterState(clusters, diagonal, prior.trace_is_exact, epochs=1 / 3, digests=digests)
 
     def _begin_pass(self, state: ClusterState) -> ClusterState:
@@ -320,4 +319,5 @@ def _finish(trajectory: Trajectory[AnyState], network: LinearisedNetwork, settin
         epochs=state.epochs,
         trace_is_exact=state.trace_is_exact,
     )
-    return NetworkFit(posterior, loss, *clusters.shape, report, state, network.first_batch)
+    seen = data_fingerprint(state.digests)
+    return NetworkFit(posterior, loss, *clusters.shape, report, state, network.first_batch, seen)

@@ -18,12 +18,13 @@ from ntk_iterncgp.clusters.clusters import Clusters
 from ntk_iterncgp.clusters.passes import Pass
 from ntk_iterncgp.fitting.linearised import LinearisedNetwork, checked_targets
 from ntk_iterncgp.fitting.report import Record
+from ntk_iterncgp.posterior.merging import folded
 from ntk_iterncgp.posterior.weight_space import WeightPosterior
 
 
 @dataclass(frozen=True, eq=False)
 class ForwardState:
-    """What the forward sweep has seen: outputs, targets, features and, if saved, digests of each batch, one by one."""
+    """What the forward sweep has seen: outputs, targets, features and digests of each batch, one by one."""
 
     batches: list[tuple[Tensor, ...]] = field(default_factory=list)
 
@@ -65,7 +66,7 @@ class ClusterState:
     curvature_diagonal: Tensor  # of JᵀWJ (P,)
     trace_is_exact: bool
     epochs: float  # of the fit and all that followed
-    digests: Tensor | None = None  # of the data (N,), where they are saved
+    digests: Tensor  # of the data (N,)
     passes: int = 0  # done in this call
     position: PassPosition | None = None  # None: at the start of a call, and after its end
     is_reading_due: bool = False  # of the meter
@@ -210,18 +211,6 @@ def weight_posterior(state: ClusterState, network: LinearisedNetwork) -> WeightP
     if len(clusters.passes) == 1 and not clusters.passes[0].is_complete:
         return posterior  # most images may still be zero: not worth the products of all
     return posterior.with_gram(clusters.image_gram())
-
-
-def folded(posterior: WeightPosterior) -> WeightPosterior:
-    """More actions than weights as just so many: for every prior the posterior knows A R⁻¹Aᵀ alone, a P×P matrix.
-
-    With R = LLᵀ and the QR decomposition L⁻¹Aᵀ = QT it is TᵀT, which is that of the combinations L⁻ᵀQ of the actions.
-    """
-    lower = torch.linalg.cholesky(posterior.noise_gram)
-    whitened = torch.linalg.solve_triangular(lower, posterior.images.T.double(), upper=False)  # (B, P)
-    Q = torch.linalg.qr(whitened).Q
-    combinations = torch.linalg.solve_triangular(lower.T, Q, upper=True)
-    return replace(posterior.combined(combinations), num_actions=posterior.rank)
 
 
 def unfolded(posterior: WeightPosterior, clusters: Clusters) -> WeightPosterior:

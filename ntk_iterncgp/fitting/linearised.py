@@ -139,7 +139,7 @@ class LinearisedNetwork:
 class NetworkFit:
     """What a fit gives: the posterior, the loss −log p(y | f) for unit noise without constants, and the report.
 
-    `state` is where `refine` goes on from, with data that begin with `first_batch`.
+    `state` is where `refine` goes on from, with data that begin with `first_batch`; `data_seen` is their fingerprint.
     """
 
     posterior: WeightPosterior
@@ -149,6 +149,7 @@ class NetworkFit:
     report: FitReport
     state: State | ClusterState
     first_batch: FirstBatch
+    data_seen: Tensor  # (1,)
 
 
 def checked_targets(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ntk_iterncgp.fitting.drive import Budget, Trajectory, drive
-from ntk_iterncgp.fitting.fingerprints import checked_digests
+from ntk_iterncgp.fitting.fingerprints import checked_digests, data_digests, data_fingerprint
 from ntk_iterncgp.fitting.linearised import (
     PRODUCT_EPOCHS,
     LinearisedNetwork,
@@ -74,7 +74,9 @@ def fit_by_products(
     start = initial_state(problem, seed=settings.seed, capacity=capacity)
     digests = checked_digests(session, network.data)
     run = SolverRun(lambda state: _run(state, settings), start, settings.stopping.max_products, digests)
-    return _finish(drive(run, start, progress_bar=progress_bar, session=session), network, settings)
+    trajectory = drive(run, start, progress_bar=progress_bar, session=session)
+    seen = data_fingerprint(data_digests(network.data) if digests is None else digests)
+    return _finish(trajectory, network, settings, seen)
 
 
 def refine_by_products(
@@ -102,7 +104,7 @@ def refine_by_products(
         progress_bar=progress_bar,
         session=session,
     )
-    return _finish(trajectory, network, more)
+    return _finish(trajectory, network, more, fitted.data_seen)
 
 
 def _with_data(state: object, network: LinearisedNetwork) -> State:
@@ -120,7 +122,9 @@ def _run(state: State, settings: NetworkSettings, *, go_on: bool = False) -> Ste
     return _linear_run(state, settings)
 
 
-def _finish(trajectory: Trajectory[State], network: LinearisedNetwork, settings: NetworkSettings) -> NetworkFit:
+def _finish(
+    trajectory: Trajectory[State], network: LinearisedNetwork, settings: NetworkSettings, data_seen: Tensor
+) -> NetworkFit:
     """Check the last state, mend or refuse it, and make the posterior of it."""
     report = solver_report(trajectory)
     ascends = settings.mean == "refined" and settings.options.keeps_mean and network.classification
@@ -138,7 +142,7 @@ def _finish(trajectory: Trajectory[State], network: LinearisedNetwork, settings:
     )
     loss = _loss(state, network.classification, settings.mean == "refined")
     num_data, num_outputs = state.latent.shape
-    return NetworkFit(posterior, loss, num_data, num_outputs, report, state, network.first_batch)
+    return NetworkFit(posterior, loss, num_data, num_outputs, report, state, network.first_batch, data_seen)
 
 
 def _epochs(num_products: int) -> float:

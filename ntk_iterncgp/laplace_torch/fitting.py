@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from laplace.baselaplace import BaseFunctionalLaplace
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from ntk_iterncgp.data.fixed_order import FixedOrderData, Inputs, evaluating
 from ntk_iterncgp.data.probe import FirstBatch
+from ntk_iterncgp.data.sharding import shard_of
 from ntk_iterncgp.fitting.network import (
     Budget,
     Cost,
@@ -30,6 +32,14 @@ from ntk_iterncgp.jacobian.base import NetworkJacobian
 from ntk_iterncgp.jacobian.rows import Rows
 from ntk_iterncgp.laplace_torch.checks import check_hyperparameters
 from ntk_iterncgp.laplace_torch.saving import fingerprint, flatten, identity, same_fingerprint
+from ntk_iterncgp.laplace_torch.updating import (
+    PartialFit,
+    added,
+    check_may_add,
+    derivatives_as_before,
+    fit_new_data,
+    other_fit,
+)
 from ntk_iterncgp.persistence.checkpoint import Checkpoint, open_session
 from ntk_iterncgp.posterior.weight_space import ConditionedPosterior, WeightPosterior
 from ntk_iterncgp.runtime import parallel
@@ -124,6 +134,8 @@ class FittedNetwork(BaseFunctionalLaplace):
         self.posterior: WeightPosterior
         self._report: FitReport | None = None
         self._fit: NetworkFit | None = None  # what refine goes on from
+        self._shard: tuple[int, int] | None = None  # and of which part of the data
+        self.data_seen = torch.zeros(0, dtype=torch.int64)  # fingerprints of the data sets in the posterior
         self._conditioned: tuple[tuple[Tensor, Tensor], ConditionedPosterior] | None = None
 
     # --- where J comes from ------------------------------------------------------------------------------------------
@@ -154,20 +166,87 @@ class FittedNetwork(BaseFunctionalLaplace):
         progress_bar: bool = False,
         *,
         checkpoint: Checkpoint | None = None,
+        shard: tuple[int, int] | None = None,
     ) -> None:
         """Infer the posterior from all data of the loader. On failure the model and an earlier fit are as before.
 
-        With a `checkpoint` the work is saved as it goes, and the same call after a crash goes on from there.
+        Args:
+            train_loader: A DataLoader, or a list of batches.
+            override: False conditions an earlier fit on these data, too: `update`.
+            progress_bar: Whether to show one.
+            checkpoint: Where the work is saved as it goes; the same call after a crash goes on from there.
+            shard: (k, K) for the k-th of K parts of the data, every K-th datum. Fits of all parts, on machines that
+                need not talk, make up the posterior of all data: `merge`.
         """
-        if not override:
-            raise ValueError(
-                "`override` must be True, since the posterior is that of one data set; got False. Try to fit all data."
-            )
+        part = train_loader if shard is None else shard_of(train_loader, shard)
+        if not override and self._fitted:
+            self.update(part, progress_bar=progress_bar, checkpoint=checkpoint)
+            return
         _require_one_device(self.model)
         with exclusively(self.model), evaluating(self.model):
-            network = self._network(train_loader)
+            network = self._network(part)
             session = open_session(checkpoint, "fit", lambda: identity(self, network))
             self._take(fit_network(network, self.settings, progress_bar=progress_bar, session=session))
+            self._shard = shard
+
+    @parallel.together()
+    def update(self, loader: DataLoader, *, progress_bar: bool = False, checkpoint: Checkpoint | None = None) -> None:
+        """Condition on more data, without the old ones, at the cost of a fit to the new data alone.
+
+        At fixed weights posteriors of disjoint data add up: with A = [A₁ A₂] and R = diag(R₁, R₂) the variance falls at
+        every input, and is not below the exact one given all data. Where `max_rank` is set the best combinations are
+        kept; without it each update adds `num_actions` actions, up to as many as there are weights. Before any fit it
+        is one. Data given twice count twice, with a warning.
+
+        Args:
+            loader: The new data, as for `fit`.
+            progress_bar: Whether to show one.
+            checkpoint: Where the work is saved as it goes.
+
+        Raises:
+            ValueError: for a refined mean of a classifier, which moves with all data.
+            RuntimeError: where the model has changed since the fit.
+            KeyboardInterrupt: after Ctrl-C. Whatever is raised, the earlier posterior stays.
+        """
+        if not self._fitted:
+            self.fit(loader, progress_bar=progress_bar, checkpoint=checkpoint)
+            return
+        check_may_add(self)
+        _require_one_device(self.model)
+        self._refresh_posterior()
+        with exclusively(self.model), evaluating(self.model):
+            with derivatives_as_before(self):
+                network = self._network(loader)
+            new = fit_new_data(self, network, progress_bar, checkpoint)
+        self._add(new, self.settings.options.max_rank)
+
+    def merge(self, other: FittedNetwork | Mapping[str, Any], *, max_rank: int | None = None) -> None:
+        """Add the posterior of another fit of this network, to other data.
+
+        The hyperparameters stay those of this object. In any order the result is the same, and that of one fit with all
+        of the actions; `max_rank` keeps the best combinations. On failure nothing has changed.
+
+        Args:
+            other: A fitted Laplace object, or its `state_dict()`.
+            max_rank: How many actions to keep; None for that of the settings, if any.
+
+        Raises:
+            TypeError: where it is neither.
+            ValueError: for another model, likelihood or prior mean, and for a fit to data that are in already.
+        """
+        self._check_fitted()
+        if max_rank is not None:
+            max_rank = whole_number("max_rank", max_rank, at_least=1)
+        check_may_add(self)
+        self._refresh_posterior()
+        self._add(other_fit(self, other), self.settings.options.max_rank if max_rank is None else max_rank)
+
+    def _add(self, new: PartialFit, max_rank: int | None) -> None:
+        """All is computed before anything is changed."""
+        found = added(self, new, max_rank)
+        self.posterior, self.loss, self.n_data = found.posterior, found.loss, found.num_data
+        self.data_seen, self._report = found.data_seen, found.report
+        self._fit, self._conditioned = None, None
 
     @parallel.together()
     def refine(
@@ -190,13 +269,15 @@ class FittedNetwork(BaseFunctionalLaplace):
             raise ValueError("refine must be given epochs or seconds; got neither. Try refine(train_loader, epochs=1).")
         if self._fit is None:
             raise RuntimeError(
-                "refine must follow a fit in this process; got a loaded posterior, which holds what predictions need, "
-                "not the groups and actions to go on from. Try fit(train_loader)."
+                "refine must follow a fit in this process; got a loaded or merged posterior, or an updated one, which "
+                "holds what predictions need, not the groups and actions to go on from. Try fit(train_loader), or "
+                "update(loader) with data that it has not seen."
             )
         self._refresh_posterior()
         budget = Budget(epochs, seconds)
         with exclusively(self.model), evaluating(self.model):
-            network, fitted = self._network(train_loader), self._fit
+            part = train_loader if self._shard is None else shard_of(train_loader, self._shard)
+            network, fitted = self._network(part), self._fit
             session = open_session(checkpoint, "refine", lambda: identity(self, network, fitted, budget))
             self._take(
                 refine_network(fitted, network, self.settings, budget, progress_bar=progress_bar, session=session)
@@ -247,6 +328,7 @@ class FittedNetwork(BaseFunctionalLaplace):
         self._fit, self.posterior, self._report = result, result.posterior, result.report
         self.loss, self.n_data, self.n_outputs = result.loss, result.num_data, result.num_outputs
         self.mean, self._fingerprint = flatten(self._parameters()), fingerprint(self.model)
+        self.data_seen = result.data_seen
         self._fitted, self._conditioned = True, None
 
     def compress(self, max_rank: int) -> None:

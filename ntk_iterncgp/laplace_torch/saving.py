@@ -87,15 +87,13 @@ def to_state_dict(la: IterNCGPLaplace) -> dict[str, Any]:
         "loss": float(la.loss),
         "n_data": la.n_data,
         "n_outputs": la.n_outputs,
+        "data_seen": la.data_seen,
     }
 
 
 def from_state_dict(la: IterNCGPLaplace, state: Mapping[str, Any]) -> None:
     """Take over a saved posterior, all of it or, where anything about it is wrong, none."""
-    _check(la, state)
-    _check_numbers(state, sum(la._layer_sizes()))
-    posterior = WeightPosterior.from_dict(state["posterior"], la._layer_sizes(), la._device)
-    posterior = check_posterior(posterior, state["prior_precision"], state["sigma_noise"])
+    posterior = checked_posterior(la, state)
     with kept_on_failure(la, "prior_precision", "prior_mean", "sigma_noise", "temperature"):
         la.prior_precision, la.prior_mean = state["prior_precision"], state["prior_mean"]
         la.sigma_noise, la.temperature = state["sigma_noise"], float(state["temperature"])
@@ -103,10 +101,19 @@ def from_state_dict(la: IterNCGPLaplace, state: Mapping[str, Any]) -> None:
     la.mean, la._fingerprint = state["weights"].to(la._device), state["fingerprint"]
     la.loss, la.n_data, la.n_outputs = float(state["loss"]), int(state["n_data"]), int(state["n_outputs"])
     la._prior_of_fit = hyperparameters(la)
+    la.data_seen = state.get("data_seen", la.data_seen[:0]).cpu()
     la._fitted, la._conditioned, la._report, la._fit = True, None, None, None
 
 
-def _identity(la: IterNCGPLaplace) -> dict[str, Any]:
+def checked_posterior(la: FittedNetwork, state: Mapping[str, Any]) -> WeightPosterior:
+    """What is saved as the posterior of this model, if it is that and whole."""
+    _check(la, state)
+    _check_numbers(state, sum(la._layer_sizes()))
+    posterior = WeightPosterior.from_dict(state["posterior"], la._layer_sizes(), la._device)
+    return check_posterior(posterior, state["prior_precision"], state["sigma_noise"])
+
+
+def _identity(la: FittedNetwork) -> dict[str, Any]:
     """What a saved posterior must agree in."""
     return {
         "format": 1,
@@ -118,14 +125,14 @@ def _identity(la: IterNCGPLaplace) -> dict[str, Any]:
     }
 
 
-def _check(la: IterNCGPLaplace, saved: Mapping[str, Any]) -> None:
+def _check(la: FittedNetwork, saved: Mapping[str, Any]) -> None:
     """Raise a sentence that names the first thing in which a saved posterior differs."""
     for key, value in _identity(la).items():
         if key == "modules" and key not in saved:
             continue  # saved by an earlier version
         if saved.get(key) != value:
             raise ValueError(
-                f"The saved posterior must have the {key} {_short(value)}; got {_short(saved.get(key))}. Try a Laplace "
+                f"The saved posterior must have the {key} {short(value)}; got {short(saved.get(key))}. Try a Laplace "
                 "object made as for the fit."
             )
     weights, found = flatten(la._parameters()), _part(saved, "weights", Tensor)
@@ -162,17 +169,19 @@ def _check_numbers(state: Mapping[str, Any], num_weights: int) -> None:
     _part(posterior, "curvature_rank", int)
     _part(posterior, "trace_is_exact", bool)
     if "num_actions" in posterior and _part(posterior, "num_actions", int) < 1:
-        raise _damaged("num_actions", _short(posterior["num_actions"]))
+        raise _damaged("num_actions", short(posterior["num_actions"]))
     if not posterior.keys() <= {f.name for f in fields(WeightPosterior)} - {"layer_sizes"}:
-        raise _damaged("posterior", f"made of {_short(sorted(map(str, posterior)))}")
+        raise _damaged("posterior", f"made of {short(sorted(map(str, posterior)))}")
     for name, sizes in (("prior_precision", (1, len(state["parameters"]), P)), ("sigma_noise", (1,))):
         if not bool((_finite(state, name) > 0).all()) or state[name].numel() not in sizes:
-            raise _damaged(name, _short(state[name]))
+            raise _damaged(name, short(state[name]))
     if _finite(state, "prior_mean").numel() not in (1, P):
-        raise _damaged("prior_mean", _short(state["prior_mean"]))
+        raise _damaged("prior_mean", short(state["prior_mean"]))
     for name in ("temperature", "loss", "n_data", "n_outputs"):
         if not math.isfinite(_part(state, name, float, int)) or (name != "loss" and state[name] <= 0):
-            raise _damaged(name, _short(state[name]))
+            raise _damaged(name, short(state[name]))
+    if "data_seen" in state and (_part(state, "data_seen", Tensor).dtype, state["data_seen"].ndim) != (torch.int64, 1):
+        raise _damaged("data_seen", str(state["data_seen"].dtype))
 
 
 def _part(state: Mapping[str, Any], name: str, *kinds: type) -> Any:
@@ -194,6 +203,7 @@ def _damaged(name: str, found: str) -> ValueError:
     )
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """A value in a message."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}…"
