@@ -20,7 +20,7 @@ NETS = {
 }
 nets = pytest.mark.parametrize("net", NETS.values(), ids=NETS.keys())
 THIRDS = (range(0, 11), range(11, 16), range(16, 24))
-PRECISION, NOISE = torch.tensor([PRIOR_PRECISION]).double(), torch.ones(1).double()
+PRECISION, NOISE = torch.tensor([PRIOR_PRECISION], dtype=torch.float64), torch.ones(1, dtype=torch.float64)
 
 
 def fitted(net: Net, rows: range, dtype: torch.dtype = torch.float64, **settings: Any) -> Any:
@@ -74,7 +74,7 @@ def test_with_every_direction_of_every_datum_the_parts_make_up_the_exact_posteri
         weight_covariance(bounded(joint, None, PRECISION, scale(net)), scale(net)),
         net.weight_covariance(),
         rtol=0,
-        atol=1e-5,
+        atol=1e-8,
     )
 
 
@@ -136,7 +136,7 @@ def test_images_in_single_precision_bring_the_rounding_of_single_precision() -> 
     assert joint.images.dtype == torch.float32
     lost = (joint.images[:, : fine.rank].double() - fine.images).norm(dim=0)
     noise = relative_rounding(torch.float32) * joint.unit_rounding().diagonal()[: fine.rank]
-    assert bool((0 < lost).all()) and bool((lost.square() < TOLERANCE * noise).all())
+    assert bool((lost > 0).all()) and bool((lost.square() < TOLERANCE * noise).all())
 
 
 def test_unknown_and_known_rounding_are_both_kept() -> None:
