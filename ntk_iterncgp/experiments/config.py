@@ -110,6 +110,7 @@ class FitConfig:
     max_rank: int | None = None
     prior_precision: float = 1.0
     refine_epochs: float | None = None  # after the fit, so many epochs more
+    shard: str | None = None  # 3/16: the third of 16 parts of the training data, to be merged with those of the others
     options: dict[str, Any] = field(default_factory=dict)  # further keywords of the flavour, as they are
 
 
@@ -189,6 +190,8 @@ class RunConfig:
                 raise ConfigError(f"{name} expects a whole number of at most {MOST}, but got {shown(value)}.")
         if self.data.task == "regression" and (self.data.name != "arrays" or self.data.ood):
             raise ConfigError("data.task 'regression' expects data.name 'arrays', and no data.ood.")
+        if self.fit.shard is not None:
+            shard_numbers(self.fit.shard)
         model = self.model
         if self.kernel.name is None and model.is_own and model.checkpoint is None and model.train_epochs is None:
             raise ConfigError(
@@ -218,6 +221,15 @@ class RunConfig:
         for part in name.split("."):
             value = getattr(value, part)
         return value
+
+
+def shard_numbers(text: str) -> tuple[int, int]:
+    """The 3 and the 16 of 3/16."""
+    number, slash, total = text.partition("/")
+    digits = slash and all(part.isascii() and part.isdigit() and len(part) < 10 for part in (number, total))
+    if not digits or not 1 <= int(number) <= int(total):
+        raise ConfigError(f"fit.shard must be k/K with 1 ≤ k ≤ K; got {shown(text)}. Try 1/4, 2/4, … on 4 machines.")
+    return int(number), int(total)
 
 
 POSITIVE = (

@@ -132,7 +132,7 @@ def _check(la: FittedNetwork, saved: Mapping[str, Any]) -> None:
             continue  # saved by an earlier version
         if saved.get(key) != value:
             raise ValueError(
-                f"The saved posterior must have the {key} {short(value)}; got {short(saved.get(key))}. Try a Laplace "
+                f"The saved posterior must have the {key} {_short(value)}; got {_short(saved.get(key))}. Try a Laplace "
                 "object made as for the fit."
             )
     weights, found = flatten(la._parameters()), _part(saved, "weights", Tensor)
@@ -169,17 +169,17 @@ def _check_numbers(state: Mapping[str, Any], num_weights: int) -> None:
     _part(posterior, "curvature_rank", int)
     _part(posterior, "trace_is_exact", bool)
     if "num_actions" in posterior and _part(posterior, "num_actions", int) < 1:
-        raise _damaged("num_actions", short(posterior["num_actions"]))
+        raise _damaged("num_actions", _short(posterior["num_actions"]))
     if not posterior.keys() <= {f.name for f in fields(WeightPosterior)} - {"layer_sizes"}:
-        raise _damaged("posterior", f"made of {short(sorted(map(str, posterior)))}")
+        raise _damaged("posterior", f"made of {_short(sorted(map(str, posterior)))}")
     for name, sizes in (("prior_precision", (1, len(state["parameters"]), P)), ("sigma_noise", (1,))):
         if not bool((_finite(state, name) > 0).all()) or state[name].numel() not in sizes:
-            raise _damaged(name, short(state[name]))
+            raise _damaged(name, _short(state[name]))
     if _finite(state, "prior_mean").numel() not in (1, P):
-        raise _damaged("prior_mean", short(state["prior_mean"]))
+        raise _damaged("prior_mean", _short(state["prior_mean"]))
     for name in ("temperature", "loss", "n_data", "n_outputs"):
         if not math.isfinite(_part(state, name, float, int)) or (name != "loss" and state[name] <= 0):
-            raise _damaged(name, short(state[name]))
+            raise _damaged(name, _short(state[name]))
     if "data_seen" in state and (_part(state, "data_seen", Tensor).dtype, state["data_seen"].ndim) != (torch.int64, 1):
         raise _damaged("data_seen", str(state["data_seen"].dtype))
 
@@ -203,7 +203,6 @@ def _damaged(name: str, found: str) -> ValueError:
     )
 
 
-def short(value: Any) -> str:
-    """A value in a message."""
+def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}…"

@@ -16,12 +16,13 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
+from laplace.baselaplace import BaseFunctionalLaplace
 from laplace.utils.enums import Likelihood
 from torch import Tensor
 
 from ntk_iterncgp.fitting.network import LinearisedNetwork, NetworkFit, NetworkSettings, fit_network
 from ntk_iterncgp.fitting.report import FitReport, Record
-from ntk_iterncgp.laplace_torch.saving import checked_posterior, identity, short
+from ntk_iterncgp.laplace_torch.saving import checked_posterior, identity
 from ntk_iterncgp.persistence.checkpoint import Checkpoint, open_session
 from ntk_iterncgp.posterior.merging import bounded, merge_posteriors
 from ntk_iterncgp.posterior.weight_space import WeightPosterior
@@ -131,7 +132,7 @@ def other_fit(la: FittedNetwork, other: Any) -> PartialFit:
         TypeError: for anything else.
         ValueError: for a fit of another model, likelihood or prior mean, or of data that la has seen.
     """
-    state = other.state_dict() if hasattr(other, "posterior") else other
+    state = getattr(other, "state_dict")() if isinstance(other, BaseFunctionalLaplace) else other  # noqa: B009
     if not isinstance(state, Mapping):
         raise TypeError(
             f"`other` must be a fitted Laplace object or its state_dict(); got {type(other).__name__}. Try "
@@ -140,7 +141,10 @@ def other_fit(la: FittedNetwork, other: Any) -> PartialFit:
     posterior = checked_posterior(la, state)
     for name, own in (("n_outputs", la.n_outputs), ("prior_mean", la.prior_mean)):
         if not _same(own, state[name]):
-            raise ValueError(f"`other` must have the {name} {short(own)}; got {short(state[name])}. Try to fit again.")
+            raise ValueError(
+                f"`other` must have the {name} {_shown(own)}; got {_shown(state[name])}. Try a Laplace object made as "
+                "this one."
+            )
     seen = state.get("data_seen", la.data_seen[:0]).cpu()
     if bool(torch.isin(seen, la.data_seen).any()):
         raise ValueError(
@@ -148,6 +152,11 @@ def other_fit(la: FittedNetwork, other: Any) -> PartialFit:
             "twice. Try to merge each shard once."
         )
     return PartialFit(posterior, float(state["loss"]), int(state["n_data"]), seen, None)
+
+
+def _shown(value: Any) -> str:
+    value = torch.as_tensor(value)
+    return f"{value.item():.6g}" if value.numel() == 1 else f"a tensor of {value.numel()}"
 
 
 def _same(one: Any, other: Any) -> bool:
