@@ -173,7 +173,12 @@ class ClusterRun(Run[AnyState]):
             left = None if self.budget.epochs is None else self.budget.epochs - state.epochs
             left = left if self.budget.seconds is None else 0.0  # nobody knows how many that will be
             target = clusters.new_pass(
-                self.settings.cotangents, self.settings.num_actions, like, jacobian.num_params, max_epochs=left
+                self.settings.cotangents,
+                self.settings.num_actions,
+                like,
+                jacobian.num_params,
+                max_epochs=left,
+                combines=self.settings.combines,
             )
             clusters.passes.append(target)
         missing = int((~clusters.passes[-1].swept).sum())

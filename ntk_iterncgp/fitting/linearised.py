@@ -40,6 +40,7 @@ class NetworkSettings:
     options: NewtonOptions
     chunk_bytes: int
     seed: int
+    combines: bool = True  # more groups than actions into the best combinations; else each group is an action
 
     @classmethod
     def checked(

@@ -32,9 +32,9 @@ from ntk_iterncgp.solver.stopping import Status
 if TYPE_CHECKING:
     from ntk_iterncgp.laplace_torch.fitting import FittedNetwork
 
-SHARE = 2
-"""With `max_rank`, new data take so many times their share of the actions: more of them cost more than the sweep over
-few data, and are not kept."""
+SHARE, DATA_PER_ACTION = 2, 25
+"""With `max_rank`, new data take so many times their share of the actions, and at least one for so many data: batches
+of few data take as long as larger ones. Each action is then a group of data, and combined with all others at once."""
 ADVICE = "update(loader) conditions on more data, merge(other) on those of another fit; refine is for a single fit."
 INTERRUPTED = "The run was interrupted"  # how the warning of a fit begins of which nothing is kept here
 
@@ -97,15 +97,15 @@ def fit_new_data(
 
 
 def _settings(la: FittedNetwork, network: LinearisedNetwork) -> NetworkSettings:
-    """Those of la, but without compression, which is for all actions together; and where the rank is bounded with as
-    many actions as the new data may expect to keep, and twice that."""
+    """Those of la, but without compression, which is for all actions together; and with fewer actions where the rank is
+    bounded."""
     max_rank = la.settings.options.max_rank
     settings = replace(la.settings, options=replace(la.settings.options, max_rank=None))
     if max_rank is None or not settings.in_groups:
         return settings
     new = network.data.num_data(len(network.first_batch.outputs))
-    share = math.ceil(SHARE * max_rank * new / (la.n_data + new))
-    return replace(settings, num_actions=min(settings.num_actions, share))
+    share = max(math.ceil(SHARE * max_rank * new / (la.n_data + new)), new // DATA_PER_ACTION)
+    return replace(settings, num_actions=min(settings.num_actions, share), combines=False)
 
 
 @contextmanager
