@@ -147,8 +147,8 @@ class Clusters:
         combines: bool = True,
     ) -> Pass:
         """Group the data for the next directions, so many of each. `like` gives the dtype and device of the images. If
-        `max_epochs` are not enough for all of the pass, its groups are the actions: there will be no combining them; nor
-        if it `combines` none."""
+        `max_epochs` are not enough for all of the pass, its groups are the actions: there will be no combining them.
+        Nor if `combines` is off."""
         number = cotangents_each(self.likelihood, cotangents, max_epochs)
         num_actions, num_kept = num_actions * (cotangents or 1), None  # in all
         num_groups = -(-num_actions // number)

@@ -190,7 +190,7 @@ class ClusterRun(Run[AnyState]):
         target = clusters.passes[-1]
         per_item = epochs_of(1, len(target.directions), len(clusters.outputs))
         # On the way only one process can read: the images of several are not summed before the end.
-        has_readings = len(clusters.passes) == 1 and processes == 1
+        has_readings = len(clusters.passes) == 1 and processes == 1 and not self.settings.is_known
         sweep = clusters.sweep(target, network.jacobian, network.data, self.settings.chunk_bytes)
         with closing(sweep):
             for batch, size in enumerate(sweep, 1):

@@ -41,6 +41,7 @@ class NetworkSettings:
     chunk_bytes: int
     seed: int
     combines: bool = True  # more groups than actions into the best combinations; else each group is an action
+    is_known: bool = False  # the model, whose derivatives an earlier fit has checked
 
     @classmethod
     def checked(

@@ -141,8 +141,9 @@ class FittedNetwork(BaseFunctionalLaplace):
     # --- where J comes from ------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _open(self, loader: DataLoader) -> tuple[NetworkJacobian, FixedOrderData, FirstBatch]:
-        """The Jacobian, the training data as it takes them, and the first batch of these."""
+    def _open(self, loader: DataLoader, *, is_known: bool) -> tuple[NetworkJacobian, FixedOrderData, FirstBatch]:
+        """The Jacobian, the training data as it takes them, and the first batch of these; of a model that is known from
+        an earlier fit, some data of it."""
 
     @abstractmethod
     def _rows_at(self, x: Inputs, contrasts: Tensor | None = None) -> Iterator[Rows]:
@@ -179,7 +180,7 @@ class FittedNetwork(BaseFunctionalLaplace):
                 need not talk, make up the posterior of all data: `merge`.
         """
         part = train_loader if shard is None else shard_of(train_loader, shard)
-        if not override and self._fitted:
+        if not override:
             self.update(part, progress_bar=progress_bar, checkpoint=checkpoint)
             return
         _require_one_device(self.model)
@@ -208,17 +209,18 @@ class FittedNetwork(BaseFunctionalLaplace):
             RuntimeError: where the model has changed since the fit.
             KeyboardInterrupt: after Ctrl-C. Whatever is raised, the earlier posterior stays.
         """
-        if not self._fitted:
-            self.fit(loader, progress_bar=progress_bar, checkpoint=checkpoint)
-            return
-        check_may_add(self)
         _require_one_device(self.model)
-        self._refresh_posterior()
+        if self._fitted:
+            check_may_add(self)
+            self._refresh_posterior()
         with exclusively(self.model), evaluating(self.model):
             with derivatives_as_before(self):
-                network = self._network(loader)
-            new = fit_new_data(self, network, progress_bar, checkpoint)
-        self._add(new, self.settings.options.max_rank)
+                network = self._network(loader, is_known=self.has_fitted)
+            found = fit_new_data(self, network, progress_bar, checkpoint)
+        if self._fitted:
+            self._add(PartialFit.of_fit(found), self.settings.options.max_rank)
+        else:
+            self._take(found)
 
     def merge(self, other: FittedNetwork | Mapping[str, Any], *, max_rank: int | None = None) -> None:
         """Add the posterior of another fit of this network, to other data.
@@ -240,6 +242,11 @@ class FittedNetwork(BaseFunctionalLaplace):
         check_may_add(self)
         self._refresh_posterior()
         self._add(other_fit(self, other), self.settings.options.max_rank if max_rank is None else max_rank)
+
+    @property
+    def has_fitted(self) -> bool:
+        """Whether there was a fit in this process, which has checked the model."""
+        return self._report is not None
 
     def _add(self, new: PartialFit, max_rank: int | None) -> None:
         """All is computed before anything is changed."""
@@ -288,14 +295,14 @@ class FittedNetwork(BaseFunctionalLaplace):
         with exclusively(self.model), evaluating(self.model):
             return estimate_cost(self._network(train_loader), self.settings, timed=True)
 
-    def _network(self, loader: DataLoader) -> LinearisedNetwork:
+    def _network(self, loader: DataLoader, *, is_known: bool = False) -> LinearisedNetwork:
         if torch.is_inference_mode_enabled():
             raise RuntimeError(
                 "A fit must run outside of torch.inference_mode(), where there are no derivatives; got a call inside. "
                 "Try torch.no_grad()."
             )
         parallel.check_same([*self.model.parameters(), *self.model.buffers()], "The model's weights and buffers are")
-        jacobian, data, first_batch = self._open(loader)
+        jacobian, data, first_batch = self._open(loader, is_known=is_known)
         self._check_hyperparameters()
         noise_scale = float(self._noise_scale.detach())
         if not (math.isfinite(noise_scale) and noise_scale > 0):

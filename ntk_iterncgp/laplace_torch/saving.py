@@ -52,7 +52,7 @@ def identity(
         own["cotangents"] = 1  # which it means, and what earlier checkpoints say
     if la.settings.in_groups:
         own["policy"] = None  # as in earlier checkpoints
-    del own["combines"]  # which follows from what is called
+    del own["combines"], own["is_known"]  # which follow from what is called
     stopping, options = asdict(own.pop("stopping")), asdict(own.pop("options"))
     settings = {
         "flavour": type(la).__name__,

@@ -54,6 +54,11 @@ class PartialFit:
         """What la has been fitted to so far."""
         return cls(la.posterior, float(la.loss), la.n_data, la.data_seen, la._report)
 
+    @classmethod
+    def of_fit(cls, found: NetworkFit) -> PartialFit:
+        """A fit by itself."""
+        return cls(found.posterior, found.loss, found.num_data, found.data_seen, found.report)
+
 
 def check_may_add(la: FittedNetwork) -> None:
     """Raise where the posterior of some data is not a part of that of more."""
@@ -69,17 +74,17 @@ def check_may_add(la: FittedNetwork) -> None:
 
 def fit_new_data(
     la: FittedNetwork, network: LinearisedNetwork, progress_bar: bool, checkpoint: Checkpoint | None
-) -> PartialFit:
+) -> NetworkFit:
     """The posterior of the new data alone, with the settings of la.
 
     Raises:
         KeyboardInterrupt: after Ctrl-C. A part of an update is no update.
     """
-    settings = _settings(la, network)
+    settings, before = _settings(la, network), la.n_data if la._fitted else 0
 
     def known_by() -> tuple[dict[str, Any], dict[str, Any]]:
         about, model = identity(la, network)
-        return {**about, "num_actions": settings.num_actions, "data_before": la.n_data}, model
+        return {**about, "num_actions": settings.num_actions, "data_before": before}, model
 
     session = open_session(checkpoint, "update", known_by)
     with warnings.catch_warnings():
@@ -93,25 +98,27 @@ def fit_new_data(
             "them once.",
             stacklevel=4,
         )
-    return PartialFit(found.posterior, found.loss, found.num_data, found.data_seen, found.report)
+    return found
 
 
 def _settings(la: FittedNetwork, network: LinearisedNetwork) -> NetworkSettings:
     """Those of la, but without compression, which is for all actions together; and with fewer actions where the rank is
     bounded."""
-    max_rank = la.settings.options.max_rank
-    settings = replace(la.settings, options=replace(la.settings.options, max_rank=None))
+    settings, max_rank, before = la.settings, la.settings.options.max_rank, 0
+    if la._fitted:
+        options, before = replace(settings.options, max_rank=None), la.n_data
+        settings = replace(settings, options=options, is_known=la.has_fitted)
     if max_rank is None or not settings.in_groups:
         return settings
     new = network.data.num_data(len(network.first_batch.outputs))
-    share = max(math.ceil(SHARE * max_rank * new / (la.n_data + new)), new // DATA_PER_ACTION)
+    share = max(math.ceil(SHARE * max_rank * new / (before + new)), new // DATA_PER_ACTION)
     return replace(settings, num_actions=min(settings.num_actions, share), combines=False)
 
 
 @contextmanager
 def derivatives_as_before(la: FittedNetwork) -> Iterator[None]:
     """Derivatives in the dtype of the posterior, whatever they would be in for the new data alone."""
-    before, la.dtype = la.dtype, la.posterior.images.dtype
+    before, la.dtype = la.dtype, la.posterior.images.dtype if la._fitted else la.dtype
     try:
         yield
     finally:
