@@ -18,6 +18,7 @@ from benchmarks import (
     shares,
     soak,
     solver,
+    updates,
     walk,
     when_it_helps,
 )
@@ -279,3 +280,19 @@ def test_the_walk_from_fit_to_the_sweep_gets_no_longer(tmp_path: Path, capsys: p
     assert found["files of a prediction"] <= 17 and found["longest chain of imports"] <= 19
     assert found["files of kernels/ that laplace_torch imports"] == 0
     assert "at most" in capsys.readouterr().out
+
+
+@pytest.mark.cli
+def test_the_benchmark_of_updates_counts_what_went_through_the_network(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NTK_ITERNCGP_DATA", raising=False)
+    file = tmp_path / "updates.json"
+    updates.main(["--quick", "--json", str(file)])
+    figures = json.loads(file.read_text())
+    assert figures["updates rank"] == figures["one fit rank"] == figures["rank"] == 8
+    for name in ("one fit", "updates"):
+        assert 0.3 < figures[f"{name} backward"] < 2 and figures[f"{name} forward"] > 1
+        assert 0 < figures[f"{name} contraction"] < 1
+    assert figures["quality"] > 0.5
+    assert "time of the updates, over one fit" in capsys.readouterr().out
