@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from ntk_iterncgp.data.inputs import slice_rows
-from ntk_iterncgp.data.order import MapStyle, loader_settings, map_style
+from ntk_iterncgp.data.order import MapStyle, loader_settings, map_style, slice_rows
 
 
 def shard_of(loader: DataLoader | Sequence[Any], shard: tuple[int, int]) -> Any:

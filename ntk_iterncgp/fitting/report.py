@@ -49,13 +49,18 @@ class FitReport:
     def __str__(self) -> str:
         costs = [] if self.epochs is None else [f"{self.epochs:.1f} epochs"]
         if self.num_products:
-            costs += [f"{self.num_products} products", f"{self.num_newton_steps} Newton steps"]
+            costs.append(f"{self.num_products} products")
+        if self.num_products or self.status == "exact":
+            costs.append(f"{self.num_newton_steps} Newton step{'s' * (self.num_newton_steps != 1)}")
         least, most = ("at least", "at most") if self.trace_is_exact else ("an estimated", "an estimated")
         variance = "" if self.variance_ratio is None else f", {most} {self.variance_ratio:.3g} times the exact variance"
-        products = f", products by {self.products_by}" if self.products_by else ""
+        products = f", {'products ' if self.num_products else ''}by {self.products_by}" if self.products_by else ""
+        known = f"{least} {100 * self.information_captured:.1f} % of the information captured{variance}"
+        if self.status == "exact":
+            known = "all of the information captured"
         return (
-            f"{self.status}: {', '.join(costs)}, rank {self.rank}, {least} {100 * self.information_captured:.1f} % "
-            f"of the information captured{variance}, {self.seconds:.1f} s{products}. {self.advice}"
+            f"{self.status}: {', '.join(costs)}, rank {self.rank}, {known}, {self.seconds:.1f} s{products}. "
+            f"{self.advice}"
         )
 
 

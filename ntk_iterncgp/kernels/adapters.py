@@ -34,21 +34,21 @@ class FromGPyTorch(Kernel):
             import gpytorch
         except ImportError as error:
             raise ImportError(
-                "FromGPyTorch expects the package gpytorch, which is not installed: pip install gpytorch."
+                "The package gpytorch must be installed for FromGPyTorch; got none. Try pip install gpytorch."
             ) from error
         if not isinstance(kernel, gpytorch.kernels.Kernel):
             raise TypeError(
-                f"FromGPyTorch expects a kernel of gpytorch, such as gpytorch.kernels.RBFKernel(), but got {kernel!r}."
+                f"`kernel` must be a kernel of gpytorch's; got {kernel!r}. Try gpytorch.kernels.RBFKernel()."
             )
         if not kernel.is_stationary:
             raise ValueError(
-                f"FromGPyTorch expects a stationary kernel, but {type(kernel).__name__} says that it is not. "
-                "Write it as a Kernel of your own: docs/extending.md shows how."
+                f"`kernel` must be stationary; got {type(kernel).__name__}, which says that it is not. Try a Kernel "
+                "of your own: docs/extending.md shows how."
             )
         if len(kernel.batch_shape):
             raise ValueError(
-                f"FromGPyTorch expects a single kernel, but got a batch of shape {tuple(kernel.batch_shape)}. "
-                "Pass a list of kernels, one for each output."
+                f"`kernel` must be a single kernel; got a batch of shape {tuple(kernel.batch_shape)}. Try a list of "
+                "kernels, one for each output."
             )
         kernel = _without_keops(kernel)
         self.kernel = _translated(kernel) or _Called(kernel)
@@ -83,8 +83,11 @@ class FromGPyTorch(Kernel):
 
 
 def _without_keops(kernel: Any) -> Any:
-    """A copy in which gpytorch's KeOps kernels are its ordinary ones: the same parameters and values, but matrices that
-    can be differentiated tile by tile. Products go through this library's own KeOps formula."""
+    """A copy in which gpytorch's KeOps kernels are its ordinary ones.
+
+    The same parameters and values, but matrices that can be differentiated tile by tile. Products go through this
+    library's own KeOps formula.
+    """
     from gpytorch import kernels as theirs
 
     ordinary = {getattr(theirs.keops, name): getattr(theirs, name) for name in KEOPS}
@@ -120,7 +123,7 @@ class _Called(Kernel):
 
     def __init__(self, kernel: Any) -> None:
         self.module = _Matrix(kernel.requires_grad_(False))
-        self._input_dimension = kernel.ard_num_dims
+        self._input_dimension: int | None = kernel.ard_num_dims
 
     @property
     def input_dimension(self) -> int | None:
@@ -146,9 +149,9 @@ class _Called(Kernel):
         expected = (len(X1),) if diagonal else (len(X1), len(X2))
         if result.shape != expected:
             raise ValueError(
-                f"FromGPyTorch expects a kernel with one value for each pair of inputs, of shape {expected} here, but "
-                f"{self!r} gave {tuple(result.shape)}. Kernels of several outputs, such as derivatives, have no place "
-                "here; pass one kernel for each output."
+                f"`kernel` must have one value for each pair of inputs, of shape {expected} here; got "
+                f"{tuple(result.shape)} from {self!r}. Try one kernel for each output; those of several outputs, such "
+                "as derivatives, have no place here."
             )
         return result
 
@@ -179,9 +182,11 @@ class Deep(Kernel):
 
     def __init__(self, features: nn.Module, kernel: Kernel) -> None:
         if not isinstance(features, nn.Module):
-            raise TypeError(f"Deep expects its features to be a torch.nn.Module, but got {type(features).__name__}.")
+            raise TypeError(
+                f"`features` must be a torch.nn.Module; got {type(features).__name__}. Try a subclass of it."
+            )
         if not isinstance(kernel, Kernel):
-            raise TypeError(f"Deep expects a kernel such as RBF() on top of the features, but got {kernel!r}.")
+            raise TypeError(f"`kernel` must be a Kernel, on top of the features; got {kernel!r}. Try RBF().")
         self.features = features
         self.kernel = kernel
 
@@ -209,8 +214,8 @@ class Deep(Kernel):
         found: Tensor = self.features(X) if dtype == X.dtype else self._cast_features(X)
         if found.ndim != 2 or len(found) != len(X):
             raise ValueError(
-                f"Deep expects one row of features for each of the {len(X)} inputs, but its network gave "
-                f"{tuple(found.shape)}. Flatten the features of each input."
+                f"`features` must give one row for each of the {len(X)} inputs; got {tuple(found.shape)}. Try to "
+                "flatten the features of each input."
             )
         return found
 

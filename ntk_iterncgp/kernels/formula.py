@@ -27,6 +27,7 @@ class Formula:
 
     @classmethod
     def of(cls, kernel: Kernel) -> Formula:
+        """Record which distances and numbers the formula of a kernel asks for."""
         lengthscales: list[Tensor] = []
         numbers: list[Tensor] = []
 
@@ -51,9 +52,11 @@ class Formula:
         return [scaled_points(lengthscale, X1, X2) for lengthscale in self.lengthscales]
 
     def numbers_like(self, X: Tensor) -> list[Tensor]:
+        """The numbers in the dtype and on the device of X."""
         return [cast_like(number, X) for number in self.numbers]
 
     def at(self, squared: Callable[[Tensor], Tensor]) -> Tensor:
         """In float64, given a function from lengthscale to r²."""
         distances = [squared(lengthscale) for lengthscale in self.lengthscales]
-        return self.evaluate(distances, [number.to(distances[0].device) for number in self.numbers])
+        values: Tensor = self.evaluate(distances, [number.to(distances[0].device) for number in self.numbers])
+        return values

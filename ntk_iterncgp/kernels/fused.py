@@ -64,7 +64,7 @@ class FusedEngine(Engine):
             return [self._gather(z, index) for z in self.right]
         return [distances.columns(index) for distances in self.distances]
 
-    def tile(self, rows: list, columns: list) -> Tensor:
+    def tile(self, rows: list[Any], columns: list[Any]) -> Tensor:
         if self.few:
             a, b = rows[0].shape[1], columns[0].shape[1]
             if min(a, b) < 2:  # a size of one would be compiled anew
@@ -129,6 +129,7 @@ def missing_compiler() -> str | None:
 
 @functools.cache
 def warn_once(message: str) -> None:
+    """Warn of this once per process."""
     warnings.warn(message, stacklevel=2)
 
 

@@ -58,10 +58,12 @@ class Leaves:
 
     @property
     def slices(self) -> list[slice]:
+        """The rows of each leaf."""
         return [slice(*pair) for pair in zip(self.bounds, self.bounds[1:], strict=False)]
 
     @property
     def sizes(self) -> Tensor:  # (leaves,), float64
+        """How many points each leaf has."""
         return torch.tensor(self.bounds, device=self.lower.device).diff().double()
 
 
@@ -76,6 +78,7 @@ class Pattern:
 
     @classmethod
     def of(cls, formula: Formula, X1: Tensor, X2: Tensor, tolerance: float) -> Pattern:
+        """Find the pairs of leaves that are near enough to matter."""
         rows = Leaves.of(X1)
         columns = rows if X1 is X2 else Leaves.of(X2)
 

@@ -50,7 +50,8 @@ class Stationary(Kernel):
         def squared(lengthscale: Tensor) -> Tensor:
             return squared_distances(*scaled_points(lengthscale, X1, X2))
 
-        return self.on_distances(squared, lambda hyperparameter: cast_like(hyperparameter, X1))
+        values: Tensor = self.on_distances(squared, lambda hyperparameter: cast_like(hyperparameter, X1))
+        return values
 
     def _evaluate_diagonal(self, X: Tensor) -> Tensor:
         return cast_like(self.outputscale, X) * X.new_ones(len(X))

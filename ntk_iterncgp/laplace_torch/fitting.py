@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import torch
@@ -14,38 +14,36 @@ from laplace.utils.enums import Likelihood
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ntk_iterncgp.data.fixed_order import FixedOrderData, Inputs, evaluating
-from ntk_iterncgp.data.probe import FirstBatch
+from ntk_iterncgp.data.fixed_order import FirstBatch, FixedOrderData, Inputs
 from ntk_iterncgp.data.sharding import shard_of
-from ntk_iterncgp.fitting.network import (
-    Budget,
-    Cost,
-    LinearisedNetwork,
-    NetworkFit,
-    NetworkSettings,
-    estimate_cost,
-    fit_network,
-    refine_network,
-)
+from ntk_iterncgp.fitting.cluster_run import fit_by_clusters, refine_by_clusters
+from ntk_iterncgp.fitting.cost import Cost, check_memory, check_memory_to_refine, estimate_cost, room_for_data
+from ntk_iterncgp.fitting.drive import Budget
+from ntk_iterncgp.fitting.network import LinearisedNetwork, NetworkFit, NetworkSettings
+from ntk_iterncgp.fitting.newton_fit import fit_by_products, refine_by_products
 from ntk_iterncgp.fitting.report import FitReport
 from ntk_iterncgp.jacobian.base import NetworkJacobian
+from ntk_iterncgp.jacobian.calling import unwrapped
 from ntk_iterncgp.jacobian.rows import Rows
-from ntk_iterncgp.laplace_torch.checks import check_hyperparameters
-from ntk_iterncgp.laplace_torch.saving import fingerprint, flatten, identity, same_fingerprint
+from ntk_iterncgp.laplace_torch.hyperparameters import check_hyperparameters
 from ntk_iterncgp.laplace_torch.updating import (
     PartialFit,
     added,
     check_may_add,
+    check_new_data,
     derivatives_as_before,
-    fit_new_data,
     other_fit,
+    update_settings,
+    without_interruption,
 )
-from ntk_iterncgp.persistence.checkpoint import Checkpoint, open_session
+from ntk_iterncgp.persistence.checkpoint import Checkpoint, CheckpointSession, open_session
+from ntk_iterncgp.persistence.fingerprint import described, digest, fingerprint, flatten, same_fingerprint
 from ntk_iterncgp.posterior.weight_space import ConditionedPosterior, WeightPosterior
 from ntk_iterncgp.runtime import parallel
-from ntk_iterncgp.runtime.threads import exclusively
+from ntk_iterncgp.runtime.threads import evaluating, exclusively
 from ntk_iterncgp.runtime.validate import whole_number
-from ntk_iterncgp.solver import NewtonOptions, Policy
+from ntk_iterncgp.solver.newton import NewtonOptions
+from ntk_iterncgp.solver.policies import Policy
 
 
 class FittedNetwork(BaseFunctionalLaplace):
@@ -117,7 +115,7 @@ class FittedNetwork(BaseFunctionalLaplace):
             seed=seed,
         )
         self.dtype = dtype
-        self._fitted = False
+        self._fitted, model = False, unwrapped(model)
         _require_one_device(model)
         with exclusively(model):  # while another thread fits it, it holds other weights
             super().__init__(
@@ -133,7 +131,7 @@ class FittedNetwork(BaseFunctionalLaplace):
             )
         self.posterior: WeightPosterior
         self._report: FitReport | None = None
-        self._fit: NetworkFit | None = None  # what refine goes on from
+        self._fit: NetworkFit | None = None  # what refine resumes
         self._shard: tuple[int, int] | None = None  # and of which part of the data
         self.data_seen = torch.zeros(0, dtype=torch.int64)  # fingerprints of the data sets in the posterior
         self._conditioned: tuple[tuple[Tensor, Tensor], ConditionedPosterior] | None = None
@@ -175,7 +173,7 @@ class FittedNetwork(BaseFunctionalLaplace):
             train_loader: A DataLoader, or a list of batches.
             override: False conditions an earlier fit on these data, too: `update`.
             progress_bar: Whether to show one.
-            checkpoint: Where the work is saved as it goes; the same call after a crash goes on from there.
+            checkpoint: Where the work is saved as it goes; the same call after a crash resumes it.
             shard: (k, K) for the k-th of K parts of the data, every K-th datum. Fits of all parts, on machines that
                 need not talk, make up the posterior of all data: `merge`.
         """
@@ -187,7 +185,7 @@ class FittedNetwork(BaseFunctionalLaplace):
         with exclusively(self.model), evaluating(self.model):
             network = self._network(part)
             session = open_session(checkpoint, "fit", lambda: identity(self, network))
-            self._take(fit_network(network, self.settings, progress_bar=progress_bar, session=session))
+            self._take(_fitted_to(network, self.settings, progress_bar=progress_bar, session=session))
             self._shard = shard
 
     @parallel.together()
@@ -216,7 +214,11 @@ class FittedNetwork(BaseFunctionalLaplace):
         with exclusively(self.model), evaluating(self.model):
             with derivatives_as_before(self):
                 network = self._network(loader, is_known=self.has_fitted)
-            found = fit_new_data(self, network, progress_bar, checkpoint)
+            settings, before = update_settings(self, network), self.n_data if self._fitted else 0
+            session = open_session(checkpoint, "update", lambda: identity(self, network, update=(settings, before)))
+            with without_interruption():
+                found = _fitted_to(network, settings, progress_bar=progress_bar, session=session)
+            check_new_data(self, found)
         if self._fitted:
             self._add(PartialFit.of_fit(found), self.settings.options.max_rank)
         else:
@@ -269,7 +271,7 @@ class FittedNetwork(BaseFunctionalLaplace):
 
         Three exceptions, all of which keep it above the exact one: a refined mean may still move, and the curvature of
         the likelihood with it; where an iterable dataset was interrupted, groups are first completed; and with
-        `max_rank` the best combinations of all actions are kept, which may say less about some input than those before.
+        `max_rank` the best combinations of all actions are retained, which may say less about some input than before.
         """
         self._check_fitted()
         if epochs is None and seconds is None:
@@ -277,7 +279,7 @@ class FittedNetwork(BaseFunctionalLaplace):
         if self._fit is None:
             raise RuntimeError(
                 "refine must follow a fit in this process; got a loaded or merged posterior, or an updated one, which "
-                "holds what predictions need, not the groups and actions to go on from. Try fit(train_loader), or "
+                "holds what predictions need, not the groups and actions to resume. Try fit(train_loader), or "
                 "update(loader) with data that it has not seen."
             )
         self._refresh_posterior()
@@ -286,9 +288,10 @@ class FittedNetwork(BaseFunctionalLaplace):
             part = train_loader if self._shard is None else shard_of(train_loader, self._shard)
             network, fitted = self._network(part), self._fit
             session = open_session(checkpoint, "refine", lambda: identity(self, network, fitted, budget))
-            self._take(
-                refine_network(fitted, network, self.settings, budget, progress_bar=progress_bar, session=session)
-            )
+            fitted.first_batch.check_same(network.first_batch)
+            network.data.keep_bytes = room_for_data(check_memory_to_refine(fitted, network, self.settings, budget))
+            refine = refine_by_clusters if self.settings.in_groups else refine_by_products
+            self._take(refine(fitted, network, self.settings, budget, progress_bar=progress_bar, session=session))
 
     def estimate_cost(self, train_loader: DataLoader) -> Cost:
         """Seconds, epochs and memory of a fit and of predictions, from timing one batch; prints as a table."""
@@ -370,13 +373,13 @@ class FittedNetwork(BaseFunctionalLaplace):
             )
 
     def _posterior_now(self) -> ConditionedPosterior:
-        """The posterior for the current prior precision, noise and temperature; kept until one of them changes."""
-        kept, now = self._conditioned, (self.prior_precision.detach(), self._noise_scale.detach())
-        if kept is None or not all(map(torch.equal, kept[0], now)):
+        """The posterior for the current prior precision, noise and temperature; cached until one of them changes."""
+        cached, now = self._conditioned, (self.prior_precision.detach(), self._noise_scale.detach())
+        if cached is None or not all(map(torch.equal, cached[0], now)):
             self._check_hyperparameters()
             conditioned = self.posterior.conditioned(*now)
-            self._conditioned = kept = (now[0].clone(), now[1].clone()), conditioned
-        return kept[1]
+            self._conditioned = cached = (now[0].clone(), now[1].clone()), conditioned
+        return cached[1]
 
 
 def _require_one_device(model: nn.Module) -> None:
@@ -391,3 +394,49 @@ def _require_one_device(model: nn.Module) -> None:
             f"All parameters and buffers of the model must be on one device, with values; got {where}. Try "
             "model.to(device) for the whole model (from meta: load its weights first); the data follow it."
         )
+
+
+def _fitted_to(
+    network: LinearisedNetwork, settings: NetworkSettings, *, progress_bar: bool, session: CheckpointSession
+) -> NetworkFit:
+    """Infer the posterior, if it fits in memory; in groups of data, or by products with the NTK."""
+    network.data.keep_bytes = room_for_data(check_memory(estimate_cost(network, settings, timed=False)))
+    fit = fit_by_clusters if settings.in_groups else fit_by_products
+    return fit(network, settings, progress_bar=progress_bar, session=session)
+
+
+def identity(
+    la: FittedNetwork,
+    network: LinearisedNetwork,
+    fitted: NetworkFit | None = None,
+    budget: Budget | None = None,
+    update: tuple[NetworkSettings, int] | None = None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fingerprint of a run: settings of a fit, or of a refine and where it begins; and the model."""
+    own = {f.name: getattr(la.settings, f.name) for f in fields(la.settings)}
+    if own["cotangents"] is None and network.classification:
+        own["cotangents"] = 1  # which it means, and what earlier checkpoints say
+    if la.settings.in_groups:
+        own["policy"] = None  # as in earlier checkpoints
+    del own["combines"], own["is_known"]  # which follow from what is called
+    stopping, options = asdict(own.pop("stopping")), asdict(own.pop("options"))
+    settings = {
+        "flavour": type(la).__name__,
+        "likelihood": str(Likelihood(la.likelihood).value),
+        **described(own | stopping | options),
+        "prior_precision": described(network.prior_precision),
+        "prior_mean": described(network.prior_mean),
+        "noise_scale": float(network.noise_scale),
+        "weights": sum(network.layer_sizes),
+        "batch_size": network.data.batch_size,
+        "batches": len(network.data),
+        "dtype": str(network.jacobian.dtype),
+        "device": network.jacobian.device.type,
+    }
+    if fitted is not None and budget is not None:
+        settings |= {"epochs": budget.epochs, "seconds": budget.seconds, "epochs_before": fitted.report.epochs}
+        settings |= {"starts_from": described([fitted.posterior.noise_gram, fitted.posterior.images])}
+    if update is not None:
+        settings |= {"num_actions": update[0].num_actions, "data_before": update[1]}
+    model = {name: digest(value) for name, value in (*la.model.named_parameters(), *la.model.named_buffers())}
+    return settings, model

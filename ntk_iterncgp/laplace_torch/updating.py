@@ -20,10 +20,9 @@ from laplace.baselaplace import BaseFunctionalLaplace
 from laplace.utils.enums import Likelihood
 from torch import Tensor
 
-from ntk_iterncgp.fitting.network import LinearisedNetwork, NetworkFit, NetworkSettings, fit_network
+from ntk_iterncgp.fitting.network import LinearisedNetwork, NetworkFit, NetworkSettings
 from ntk_iterncgp.fitting.report import FitReport, Record
-from ntk_iterncgp.laplace_torch.saving import checked_posterior, identity
-from ntk_iterncgp.persistence.checkpoint import Checkpoint, open_session
+from ntk_iterncgp.laplace_torch.saving import checked_posterior
 from ntk_iterncgp.posterior.merging import bounded, merge_posteriors
 from ntk_iterncgp.posterior.weight_space import WeightPosterior
 from ntk_iterncgp.runtime.memory import available_bytes, require_memory
@@ -72,24 +71,16 @@ def check_may_add(la: FittedNetwork) -> None:
 # --- new data -----------------------------------------------------------------------------------------------------
 
 
-def fit_new_data(
-    la: FittedNetwork, network: LinearisedNetwork, progress_bar: bool, checkpoint: Checkpoint | None
-) -> NetworkFit:
-    """The posterior of the new data alone, with the settings of la.
-
-    Raises:
-        KeyboardInterrupt: after Ctrl-C. A part of an update is no update.
-    """
-    settings, before = _settings(la, network), la.n_data if la._fitted else 0
-
-    def known_by() -> tuple[dict[str, Any], dict[str, Any]]:
-        about, model = identity(la, network)
-        return {**about, "num_actions": settings.num_actions, "data_before": before}, model
-
-    session = open_session(checkpoint, "update", known_by)
+@contextmanager
+def without_interruption() -> Iterator[None]:
+    """A part of an update is no update: what a fit says about a part that is kept does not hold."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=INTERRUPTED)
-        found: NetworkFit = fit_network(network, settings, progress_bar=progress_bar, session=session)
+        yield
+
+
+def check_new_data(la: FittedNetwork, found: NetworkFit) -> None:
+    """Raise `KeyboardInterrupt` after Ctrl-C, and warn of data that are in the posterior already."""
     if found.report.status == Status.INTERRUPTED.value:
         raise KeyboardInterrupt
     if bool(torch.isin(found.data_seen, la.data_seen).any()):
@@ -98,10 +89,9 @@ def fit_new_data(
             "them once.",
             stacklevel=4,
         )
-    return found
 
 
-def _settings(la: FittedNetwork, network: LinearisedNetwork) -> NetworkSettings:
+def update_settings(la: FittedNetwork, network: LinearisedNetwork) -> NetworkSettings:
     """Those of la, but without compression, which is for all actions together; and with fewer actions where the rank is
     bounded."""
     settings, max_rank, before = la.settings, la.settings.options.max_rank, 0

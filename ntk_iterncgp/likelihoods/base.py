@@ -98,8 +98,10 @@ class Likelihood(ABC):
         return block
 
     def project_in_noise(self, block: Tensor, noise: Tensor) -> Tensor:  # (N, C, k), (N, C) -> (N, C, k)
-        """The projection onto the range of W that is orthogonal in the metric of the noise, given by its diagonal: what
-        it adds to a block is as small as W allows. The same as `project` where W has full rank."""
+        """The projection onto the range of W that is orthogonal in the metric of the noise, given by its diagonal.
+
+        What it adds to a block is as small as W allows. The same as `project` where W has full rank.
+        """
         return self.project(block)
 
     def contrasts(self, device: torch.device) -> Tensor:  # (C, q)
@@ -123,7 +125,8 @@ class Likelihood(ABC):
     def curvature_root(self, latent: Tensor, block: Tensor) -> Tensor:  # (N, C), (N, C, k) -> (N, C, k)
         """H V, for some H with H Hᵀ = W."""
         values, vectors = torch.linalg.eigh(self._blocks(latent))
-        return vectors @ (values.clamp_min(0).sqrt()[..., None] * block)
+        result: Tensor = vectors @ (values.clamp_min(0).sqrt()[..., None] * block)
+        return result
 
     def curvature_traces(self, latent: Tensor) -> Tensor:  # (N, C) -> (N,)
         """tr(W_n) of each datum: how much it may say."""
@@ -155,19 +158,20 @@ class CurvatureAt:
 
 
 def one_dimensional(targets: Tensor, name: str, meaning: str) -> Tensor:
-    """Targets with one number per datum, or a sentence."""
+    """Targets with one number per datum, or a ValueError."""
     if targets.ndim == 2 and targets.shape[1] == 1:
         targets = targets[:, 0]
     if targets.ndim != 1:
         raise ValueError(
-            f"The {name} likelihood expects y of shape (N,), {meaning}, but got shape {tuple(targets.shape)}. "
-            "Pass one number per datum."
+            f"`y` must have the shape (N,) for {name}, {meaning}; got {tuple(targets.shape)}. Try one number per datum."
         )
     return targets
 
 
 def require(condition: Tensor, targets: Tensor, message: str) -> None:
-    """Raise `message` with the first offending target where the condition fails."""
+    """Raise `message`, what must hold, with the first target that it does not hold for."""
     if not bool(condition.all()):
         first = int(torch.nonzero(~condition.reshape(-1))[0])
-        raise ValueError(f"{message} The first offending entry is y[{first}] = {targets.reshape(-1)[first].item()}.")
+        raise ValueError(
+            f"{message}; got y[{first}] = {targets.reshape(-1)[first].item()}. Try other targets or likelihood."
+        )

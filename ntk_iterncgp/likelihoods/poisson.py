@@ -18,7 +18,7 @@ class Poisson(Likelihood):
 
     def check_targets(self, targets: Tensor) -> Tensor:
         targets = one_dimensional(targets, "Poisson", "each a count").double()
-        message = "The Poisson likelihood expects counts 0, 1, 2, …: no negative and no fractional numbers."
+        message = "`y` must be counts 0, 1, 2, … for Poisson, no negative and no fractional numbers"
         require((targets >= 0) & (targets == targets.round()), targets, message)
         return targets
 

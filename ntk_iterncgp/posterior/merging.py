@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ntk_iterncgp.linalg.inner_products import inner_products
+from ntk_iterncgp.linalg.factor import inner_products
 from ntk_iterncgp.posterior.weight_space import DERIVATIVE_ROUNDINGS, WeightPosterior
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ntk_iterncgp import NonConjugateGP, kernels, likelihoods
-from ntk_iterncgp.clusters.passes import Pass
+from ntk_iterncgp.clusters.clusters import Pass
 from ntk_iterncgp.fitting import cost, self_check
 from ntk_iterncgp.fitting.report import Record
 from ntk_iterncgp.fitting.self_check import SelfCheckError, checked, problems
@@ -32,7 +32,12 @@ NUM_DATA = 150  # more than the rows that are looked at
 
 def make_gp(actions: str = "joint", likelihood: likelihoods.Likelihood | None = None, **settings: Any) -> Any:
     likelihood = likelihoods.Softmax(3) if likelihood is None else likelihood
-    return NonConjugateGP(kernels.Matern32(0.7, 2.0), likelihood, actions=actions, **{"max_products": 15, **settings})
+    return NonConjugateGP(
+        kernels.Matern32(0.7, 2.0),
+        likelihood,
+        actions=actions,
+        **{"policy": "curvature_residual", **({"max_products": 15, **settings})},
+    )
 
 
 def data(dtype: torch.dtype = torch.float64, num_classes: int = 3) -> tuple[Tensor, Tensor]:

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ntk_iterncgp.data.fixed_order import evaluating
 from ntk_iterncgp.experiments.evaluation.stopwatch import Stopwatch
+from ntk_iterncgp.experiments.progress import Say, reporting, silent
 from ntk_iterncgp.jacobian.blocks import Block, Outer, WrittenOut
 from ntk_iterncgp.jacobian.layers import LayerRows
 from ntk_iterncgp.jacobian.rows import DenseRows, Rows
 from ntk_iterncgp.posterior.tuning import ValidationPart
-from ntk_iterncgp.runtime.progress import Say, reporting, silent
+from ntk_iterncgp.runtime.threads import evaluating
 
 
 def rows_at(
     la: Any,
-    loader: DataLoader,
+    loader: DataLoader[Any],
     say: Say = silent,
     *,
     what: str = "Test inputs",
@@ -74,7 +74,7 @@ def with_jacobian(rows: Any) -> Any:
     return same
 
 
-def validation_parts(la: Any, loader: DataLoader, say: Say, what: str) -> list[ValidationPart]:
+def validation_parts(la: Any, loader: DataLoader[Any], say: Say, what: str) -> list[ValidationPart]:
     """Inputs as `la` sees them at unit prior precision: what every precision is then computed from."""
     shift = la.mean - la.prior_mean
     rows = rows_at(la, loader, say, what=what)

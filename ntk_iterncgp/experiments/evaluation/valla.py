@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.utils.data import DataLoader
 
+from ntk_iterncgp.experiments.progress import Progress
 from ntk_iterncgp.jacobian.autograd import Jacobian
 from ntk_iterncgp.jacobian.rows import Rows
-from ntk_iterncgp.runtime.progress import Progress
 
 LEARNING_RATE = 0.01
 
@@ -67,7 +67,8 @@ class VariationalPosterior:
         scaled = rows.outputs.double() / (1 + torch.pi / 8 * variance).sqrt()
         loss = nn.functional.cross_entropy(scaled, labels)
         divergence = factor.diagonal().log().sum() - 0.5 * torch.cholesky_solve(gram, factor).trace()
-        return num_data * loss + divergence
+        objective: Tensor = num_data * loss + divergence
+        return objective
 
 
 def fit_valla(

@@ -16,16 +16,16 @@ from torch.utils.data import DataLoader
 
 from ntk_iterncgp.data.sharding import shard_of
 from ntk_iterncgp.experiments.config import RunConfig, as_plain, shard_numbers
+from ntk_iterncgp.experiments.progress import duration, reporting
 from ntk_iterncgp.experiments.runs.flavour import check_keywords, make_flavour
 from ntk_iterncgp.experiments.runs.kernel import fit_gp
 from ntk_iterncgp.experiments.runs.predict import restore
 from ntk_iterncgp.experiments.runs.predictor import KernelPredictor, NetworkPredictor, Predictor
 from ntk_iterncgp.experiments.runs.prepare import Setting, chosen_device, find_checkpoint, prepare, prepare_model
 from ntk_iterncgp.experiments.runs.tune import tune
-from ntk_iterncgp.experiments.settings import own_sentences
+from ntk_iterncgp.experiments.settings import config_errors
 from ntk_iterncgp.persistence.files import as_json, load_posterior, save_posterior
 from ntk_iterncgp.runtime import parallel
-from ntk_iterncgp.runtime.progress import duration, reporting
 
 POSTERIOR, RESULTS = "posterior.safetensors", "results.json"
 
@@ -76,7 +76,7 @@ def fit_network(setting: Setting, model: nn.Module) -> Any:
     config, log = setting.config, setting.log
     loader = DataLoader(setting.data.train, config.data.batch_size)
     la = make_flavour(config, model)
-    with own_sentences(), warnings.catch_warnings():
+    with config_errors(), warnings.catch_warnings():
         if config.fit.shard is not None:
             loader = shard_of(loader, shard_numbers(config.fit.shard))
         cost = la.estimate_cost(loader)

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ntk_iterncgp.experiments.config import ConfigError, RunConfig, shard_numbers
+from ntk_iterncgp.experiments.config import RunConfig, shard_numbers
 from ntk_iterncgp.experiments.runs.flavour import make_flavour
 from ntk_iterncgp.experiments.runs.predict import restore
 from ntk_iterncgp.experiments.runs.predictor import NetworkPredictor
 from ntk_iterncgp.experiments.runs.prepare import chosen_device
-from ntk_iterncgp.experiments.settings import own_sentences
+from ntk_iterncgp.experiments.settings import ConfigError, config_errors
 from ntk_iterncgp.persistence.files import as_json, load_posterior, peek_posterior, save_posterior, temporary_prefix
 from ntk_iterncgp.persistence.locks import FolderLock
 
@@ -82,7 +82,7 @@ def merge(
     headers = [Header.of(path) for path in files]
     _check_together(headers)
     output.parent.mkdir(parents=True, exist_ok=True)
-    with FolderLock(output.parent, "ntk-iterncgp merge"), own_sentences():
+    with FolderLock(output.parent, "ntk-iterncgp merge"), config_errors():
         for leftover in output.parent.glob(f"{temporary_prefix(output)}*"):
             leftover.unlink(missing_ok=True)  # of one that was killed
         first = restore(files[0], chosen_device(device), trusted_model=trusted_model)

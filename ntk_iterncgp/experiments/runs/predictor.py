@@ -73,6 +73,7 @@ class KernelPredictor(Predictor):
 
     @classmethod
     def of(cls, gp: NonConjugateGP) -> KernelPredictor:
+        """Keep of a fitted Gaussian process what predictions need."""
         state, prior = gp.posterior_.state, gp.posterior_.prior
         actions = state.buffer.actions.whole()
         assert isinstance(prior, GramPrior) and isinstance(actions, (DenseColumns, KroneckerColumns))
