@@ -3,7 +3,7 @@
     .venv/bin/python examples/active_learning.py
 
 scikit-learn's digits (and MNIST under NTK_ITERNCGP_DATA, if set), twenty labels to begin with, ten more each round. Of
-a batch each input is chosen given those before: the margin's variance under the posterior, conditioned on them.
+a batch each is chosen given those before: a small margin, of whose variance they have explained little.
 """
 
 import os
@@ -25,14 +25,14 @@ def trained_network(X: Tensor, y: Tensor, seed: int) -> nn.Module:
     model = nn.Sequential(nn.Linear(X.shape[1], 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=1e-3)
     for _ in range(150):
-        optimizer.zero_grad()
+        model.zero_grad()
         nn.functional.cross_entropy(model(X), y).backward()
         optimizer.step()
     return model.eval()
 
 
 def most_telling(model: nn.Module, X: Tensor, y: Tensor, pool: Tensor) -> Tensor:
-    """The numbers of a batch of the pool: greedily the largest gain log(1 + w var) of a label, given those before."""
+    """A batch of the pool, greedily, by the joint covariance of the margins."""
     la = Laplace(model, "classification", subset_of_weights="all", hessian_structure="iterncgp", num_actions=50)
     la.fit(DataLoader(TensorDataset(X, y), batch_size=100))
     covariance = la.predictive_moments(pool, joint=True)[1]
@@ -40,14 +40,13 @@ def most_telling(model: nn.Module, X: Tensor, y: Tensor, pool: Tensor) -> Tensor
     (p1, p2), (first, second) = p.topk(2).values.T, p.topk(2).indices.T
     H = nn.functional.one_hot(first, 10).double() - nn.functional.one_hot(second, 10)  # the margin of each input
     K = torch.einsum("ic,icjd,jd->ij", H, covariance.double().reshape(len(p), 10, len(p), 10), H)
-    weight = (p1 + p2 - (p1 - p2) ** 2) / 4  # how much a label says about the margin
-    chosen: list[int] = []
+    noise, prior, chosen = 4 / (p1 + p2 - (p1 - p2) ** 2), K.diagonal().clone(), list[int]()
     for _ in range(BATCH):
-        gain = torch.log1p(weight * K.diagonal())
-        gain[chosen] = -1
-        i = int(gain.argmax())
+        score = (1 - (p1 - p2)) * K.diagonal() / prior  # how close it is, and how much those before leave open
+        score[chosen] = -1
+        i = int(score.argmax())
         chosen.append(i)
-        K = K - torch.outer(K[i], K[i]) / (K[i, i] + 1 / weight[i])
+        K = K - torch.outer(K[i], K[i]) / (K[i, i] + noise[i])
     return torch.tensor(chosen)
 
 
@@ -77,10 +76,10 @@ def main() -> None:
     for name, (X, y) in sets.items():
         print(f"{name + ', labels':16}" + "".join(f"{START + BATCH * i:>8}" for i in range(rounds)))
         runs = torch.tensor([[accuracies(X, y, best, s, rounds) for s in range(seeds)] for best in (True, False)])
-        for way, found in zip(("by posterior", "at random", "difference"), [*runs, runs[0] - runs[1]], strict=True):
-            print(f"{way:16}" + "".join(f"{100 * a:7.1f}%" for a in found.mean(0).tolist()))
-        half = 100 * 1.96 * (runs[0] - runs[1]).std(0) / seeds**0.5
-        print(f"{'95 % interval ±':16}" + "".join(f"{a:7.1f} " for a in half.tolist()))
+        better = runs[0] - runs[1]
+        rows = {"by posterior": runs[0].mean(0), "at random": runs[1].mean(0), "difference": better.mean(0)}
+        for way, found in {**rows, "95 % interval ±": 1.96 * better.std(0) / seeds**0.5}.items():
+            print(f"{way:16}" + "".join(f"{100 * a:7.1f}%" for a in found.tolist()))
 
 
 if __name__ == "__main__":

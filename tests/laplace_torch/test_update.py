@@ -308,7 +308,7 @@ def test_an_unfitted_posterior_and_a_damaged_one_are_refused() -> None:
         la.merge(damaged)
     with pytest.raises(ValueError, match="data_seen of a saved posterior must be whole"):
         la.merge({**laplace_of(net, rows=NEW).state_dict(), "data_seen": torch.zeros(1)})
-    with pytest.raises(ValueError, match="max_rank expects a whole number"):
+    with pytest.raises(ValueError, match="`max_rank` must be a whole number"):
         la.merge(laplace_of(net, rows=NEW), max_rank=0)
     assert la.n_data == 14
 
