@@ -14,10 +14,12 @@ from laplace import Laplace
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchvision.datasets import MNIST
 
 import ntk_iterncgp  # noqa: F401 (registers hessian_structure="iterncgp")
 
 START, BATCH, CANDIDATES = 20, 10, 200
+WAYS = ("by posterior", "at random", "difference", "95 % interval ±")
 
 
 def trained_network(X: Tensor, y: Tensor, seed: int) -> nn.Module:
@@ -32,53 +34,45 @@ def trained_network(X: Tensor, y: Tensor, seed: int) -> nn.Module:
 
 
 def most_telling(model: nn.Module, X: Tensor, y: Tensor, pool: Tensor) -> Tensor:
-    """A batch of the pool, greedily, by the joint covariance of the margins."""
     la = Laplace(model, "classification", subset_of_weights="all", hessian_structure="iterncgp", num_actions=50)
     la.fit(DataLoader(TensorDataset(X, y), batch_size=100))
-    covariance = la.predictive_moments(pool, joint=True)[1]
+    cov = la.predictive_moments(pool, joint=True)[1].double().reshape(len(pool), 10, len(pool), 10)
     p = la(pool, link_approx="quasi").double()  # (b, C)
     (p1, p2), (first, second) = p.topk(2).values.T, p.topk(2).indices.T
     H = nn.functional.one_hot(first, 10).double() - nn.functional.one_hot(second, 10)  # the margin of each input
-    K = torch.einsum("ic,icjd,jd->ij", H, covariance.double().reshape(len(p), 10, len(p), 10), H)
+    K = torch.einsum("ic,icjd,jd->ij", H, cov, H)
     noise, prior, chosen = 4 / (p1 + p2 - (p1 - p2) ** 2), K.diagonal().clone(), list[int]()
     for _ in range(BATCH):
         score = (1 - (p1 - p2)) * K.diagonal() / prior  # how close it is, and how much those before leave open
-        score[chosen] = -1
-        i = int(score.argmax())
-        chosen.append(i)
+        chosen.append(i := int(score.index_fill(0, torch.tensor(chosen, dtype=torch.long), -1.0).argmax()))
         K = K - torch.outer(K[i], K[i]) / (K[i, i] + noise[i])
     return torch.tensor(chosen)
 
 
 def accuracies(X: Tensor, y: Tensor, by_posterior: bool, seed: int, rounds: int) -> list[float]:
     order = torch.randperm(len(X), generator=torch.Generator().manual_seed(seed))
-    new, labelled, rest, found = order[:600], order[600 : 600 + START], order[600 + START :], []
+    new, labelled, rest, found = *order.split([600, START, len(X) - 600 - START]), []
     for _ in range(rounds):
         model = trained_network(X[labelled], y[labelled], seed)
         found.append(float((model(X[new]).argmax(1) == y[new]).float().mean()))
-        rest = rest[torch.randperm(len(rest), generator=torch.Generator().manual_seed(len(rest)))]
-        some = X[rest[:CANDIDATES]]
-        chosen = most_telling(model, X[labelled], y[labelled], some) if by_posterior else torch.arange(BATCH)
+        some, own = X[rest[:CANDIDATES]], (X[labelled], y[labelled])
+        chosen = most_telling(model, *own, some) if by_posterior else torch.arange(BATCH)
         labelled = torch.cat([labelled, rest[chosen]])
         rest = rest[~torch.isin(rest, labelled)]
     return found
 
 
 def main() -> None:
+    rounds, seeds = (2, 2) if "--toy" in sys.argv else (8, 5)
     images, labels = load_digits(return_X_y=True)
     sets = {"digits": (torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels))}
-    if "NTK_ITERNCGP_DATA" in os.environ:
-        from torchvision.datasets import MNIST
-
-        mnist = MNIST(os.environ["NTK_ITERNCGP_DATA"])
-        sets["MNIST"] = mnist.data[:6000].flatten(1) / 255, mnist.targets[:6000]
-    rounds, seeds = (2, 2) if "--toy" in sys.argv else (8, 5)
+    if root := os.environ.get("NTK_ITERNCGP_DATA"):
+        sets["MNIST"] = (mnist := MNIST(root)).data[:6000].flatten(1) / 255, mnist.targets[:6000]
     for name, (X, y) in sets.items():
         print(f"{name + ', labels':16}" + "".join(f"{START + BATCH * i:>8}" for i in range(rounds)))
         runs = torch.tensor([[accuracies(X, y, best, s, rounds) for s in range(seeds)] for best in (True, False)])
         better = runs[0] - runs[1]
-        rows = {"by posterior": runs[0].mean(0), "at random": runs[1].mean(0), "difference": better.mean(0)}
-        for way, found in {**rows, "95 % interval ±": 1.96 * better.std(0) / seeds**0.5}.items():
+        for way, found in zip(WAYS, [*runs.mean(1), better.mean(0), 1.96 * better.std(0) / seeds**0.5], strict=True):
             print(f"{way:16}" + "".join(f"{100 * a:7.1f}%" for a in found.tolist()))
 
 
