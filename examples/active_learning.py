@@ -3,8 +3,7 @@
     .venv/bin/python examples/active_learning.py
 
 scikit-learn's digits (and MNIST under NTK_ITERNCGP_DATA, if set), twenty labels to begin with, ten more each round. Of
-a batch each is chosen given those before: a small margin, of whose variance they have explained little.
-"""
+a batch each is chosen given those before: a small margin, of whose variance they have explained little."""
 
 import os
 import sys
