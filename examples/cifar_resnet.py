@@ -40,7 +40,7 @@ def main(toy: bool) -> None:
     x, y = next(iter(DataLoader(test, batch_size=len(test))))
     with torch.no_grad():
         alone = model(x).softmax(1)
-    mean, covariance = la._glm_predictive_distribution(x)
+    mean, covariance = la.latent(x)
     averaged = class_probabilities(mean.double(), covariance.double(), link="quadrature", num_samples=512)
     for name, p in (("network as it is", alone), ("with its posterior", averaged)):
         scores = classification_metrics(p, y)

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from botorch.acquisition.objective import PosteriorTransform
 from botorch.models.model import FantasizeMixin, Model
-from botorch.posteriors import Posterior
 from botorch.posteriors.gpytorch import GPyTorchPosterior
+from botorch.posteriors.posterior import Posterior
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from laplace.utils.enums import Likelihood
 from torch import Tensor
@@ -34,7 +34,7 @@ __all__ = ["GPModel", "LaplaceModel"]
 JOINT_ENTRIES = 2**22  # of a covariance between all inputs of several batches, of which the blocks are wanted
 
 
-class _LatentModel(Model, FantasizeMixin):
+class _LatentModel(Model, FantasizeMixin):  # type: ignore[misc]
     """Latent moments as a BoTorch posterior. Abstract."""
 
     @property
@@ -48,14 +48,29 @@ class _LatentModel(Model, FantasizeMixin):
         return torch.Size()
 
     @abstractmethod
+    def _latent(self, x: Tensor, *, joint: bool) -> tuple[Tensor, Tensor]:  # (n, d)
+        """Moments (n, C) and (n, C, C), or (n·C, n·C) with the output index fastest."""
+
     def _moments(self, X: Tensor) -> tuple[Tensor, Tensor]:  # (b, q, d) -> (b, q, C), (b, q·C, q·C)
-        """Joint moments of each batch, with the output index fastest."""
+        """Joint moments of each batch: the blocks of those of several batches."""
+        _, q, d = X.shape
+        if q == 1:
+            mean, covariance = self._latent(X[:, 0], joint=False)
+            return mean[:, None], covariance
+        size = q * self.num_outputs
+        means, blocks = [], []
+        for part in X.split(max(1, int(JOINT_ENTRIES**0.5) // size)):
+            mean, joint = self._latent(part.reshape(-1, d), joint=True)
+            each = torch.arange(len(part), device=X.device)
+            means.append(mean.reshape(len(part), q, -1))
+            blocks.append(joint.reshape(len(part), size, len(part), size)[each, :, each])
+        return torch.cat(means), torch.cat(blocks)
 
     @abstractmethod
     def _noise(self) -> Tensor:  # (1,) or (C,)
         """The variance of an observation around f."""
 
-    def posterior(
+    def posterior(  # type: ignore[override]
         self,
         X: Tensor,
         output_indices: list[int] | None = None,
@@ -121,20 +136,8 @@ class GPModel(_LatentModel):
         )
         return GPModel(gp)
 
-    def _moments(self, X: Tensor) -> tuple[Tensor, Tensor]:
-        _, q, d = X.shape
-        C, x = self.num_outputs, _as_inputs_of(self.gp, X)
-        if q == 1:
-            mean, covariance = self.gp.latent(x[:, 0])
-            return mean[:, None], covariance
-        at_once = max(1, int(JOINT_ENTRIES**0.5) // (q * C))
-        means, blocks = [], []
-        for part in x.split(at_once):
-            mean, joint = self.gp.latent(part.reshape(-1, d), joint=True)
-            each = torch.arange(len(part), device=X.device)
-            means.append(mean.reshape(-1, q, C))
-            blocks.append(joint.reshape(len(part), q * C, len(part), q * C)[each, :, each])
-        return torch.cat(means), torch.cat(blocks)
+    def _latent(self, x: Tensor, *, joint: bool) -> tuple[Tensor, Tensor]:
+        return self.gp.latent(_as_inputs_of(self.gp, x), joint=joint)
 
     def _noise(self) -> Tensor:
         if not isinstance(self.gp.likelihood, Gaussian):
@@ -177,8 +180,8 @@ class LaplaceModel(_LatentModel):
         la.update(DataLoader(TensorDataset(X.detach(), Y.detach()), batch_size=len(X)))
         return LaplaceModel(la)
 
-    def _moments(self, X: Tensor) -> tuple[Tensor, Tensor]:
-        return self.la.latent(X.to(self.la._dtype), joint=True)
+    def _latent(self, x: Tensor, *, joint: bool) -> tuple[Tensor, Tensor]:
+        return self.la.latent(x.to(self.la._dtype), joint=joint, contrasts="all")
 
     def _noise(self) -> Tensor:
         if self.la.likelihood != Likelihood.REGRESSION:

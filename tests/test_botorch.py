@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from torch import Tensor
+from laplace import Laplace
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 pytest.importorskip("botorch", reason="needs botorch (extra `botorch`)")
 
@@ -10,9 +12,10 @@ from botorch.acquisition import LogExpectedImprovement, qLogExpectedImprovement
 from botorch.optim import optimize_acqf
 
 from ntk_iterncgp import NonConjugateGP, kernels, likelihoods
-from ntk_iterncgp.botorch import GPModel
+from ntk_iterncgp.botorch import GPModel, LaplaceModel
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::botorch.exceptions.warnings.InputDataWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script`:FutureWarning"),
 ]
@@ -100,3 +103,50 @@ def test_a_gp_must_be_fitted_and_points_have_a_dimension() -> None:
         GPModel(NonConjugateGP(kernels.RBF(0.5), likelihoods.Gaussian(0.1)))
     with pytest.raises(ValueError, match=r"`X` must have the shape \(…, q, d\)"):
         GPModel(regression()).posterior(X[0])
+
+
+def network(num_outputs: int = 1, subset: str = "all", **settings: object) -> Laplace:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, num_outputs)).double()
+    targets = torch.stack([y, -2 * y], 1)[:, :num_outputs]
+    la = Laplace(model, "regression", subset, "iterncgp", sigma_noise=0.1, **{"enable_backprop": True, **settings})
+    la.fit(DataLoader(TensorDataset(X, targets), batch_size=4))
+    return la
+
+
+@pytest.mark.parametrize("num_outputs", [1, 2])
+@pytest.mark.parametrize("subset", ["all", "last_layer"])
+def test_a_network_has_the_joint_moments_of_each_batch(num_outputs: int, subset: str) -> None:
+    la = network(num_outputs, subset)
+    posterior = LaplaceModel(la).posterior(NEW)
+    for batch, points in enumerate(NEW):
+        mean, joint = la.latent(points, joint=True)
+        torch.testing.assert_close(posterior.mean[batch], mean)
+        torch.testing.assert_close(posterior.distribution.covariance_matrix[batch], joint)
+    noisy = LaplaceModel(la).posterior(NEW, observation_noise=True)
+    torch.testing.assert_close(noisy.variance, posterior.variance + 0.01)
+
+
+@pytest.mark.parametrize("subset", ["all", "last_layer"])
+def test_moments_of_a_network_can_be_differentiated_in_the_points(subset: str) -> None:
+    model = LaplaceModel(network(2, subset))
+
+    def moments(points: Tensor) -> tuple[Tensor, Tensor]:
+        posterior = model.posterior(points)
+        return posterior.mean, posterior.distribution.covariance_matrix
+
+    assert torch.autograd.gradcheck(moments, NEW[:1].clone().requires_grad_())
+
+
+def test_an_acquisition_function_on_a_network() -> None:
+    bounds = torch.tensor([[0.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
+    acquisition = qLogExpectedImprovement(LaplaceModel(network()), best_f=y.max())
+    candidates, value = optimize_acqf(
+        acquisition, bounds, q=2, num_restarts=2, raw_samples=8, options={"maxiter": 5}, sequential=False
+    )
+    assert candidates.shape == (2, 2) and bool(value.isfinite())
+
+
+def test_a_network_must_be_differentiable_in_its_inputs() -> None:
+    with pytest.raises(ValueError, match=r"`la` must be differentiable .* enable_backprop=True"):
+        LaplaceModel(network(enable_backprop=False))

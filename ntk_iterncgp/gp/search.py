@@ -10,7 +10,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from scipy.optimize import OptimizeResult, minimize
 from torch import Tensor
 
 from ntk_iterncgp.gp.evidence import ExactEvidence
@@ -133,40 +135,33 @@ def climb_evidence(
         restarts: how many more starts to climb from.
 
     Yields:
-        How it stands, after each step: "" or "converged" or "max_steps" at the end of a climb.
+        How each climb ended: "converged" or "max_steps".
     """
     ranked = sorted(starts, key=lambda place: -evaluations(place)[0])
     for start in ranked[: 1 + restarts]:
-        yield from _climb(evaluations, start, max_steps, tolerance)
+        yield _climb(evaluations, start, max_steps, tolerance)
 
 
-def _climb(evaluations: Evaluations, start: Tensor, max_steps: int, tolerance: float) -> Iterator[str]:
-    offset = torch.zeros_like(start).requires_grad_()  # of log θ, before it is bounded
-    optimizer = torch.optim.LBFGS(
-        [offset], max_iter=1, max_eval=MAX_LINE_SEARCH, line_search_fn="strong_wolfe", tolerance_change=0.0
-    )
-
-    def place() -> Tensor:
-        return start + MAX_LOG_MOVE * torch.tanh(offset / MAX_LOG_MOVE)
-
-    def loss() -> Tensor:
-        optimizer.zero_grad()
-        with torch.enable_grad():
-            at = place()
-            value, gradient = evaluations(at.detach())
-            at.backward(-gradient)
-        return torch.tensor(-value, dtype=torch.float64)
-
-    before, value = place().detach(), float(loss())
+def _climb(evaluations: Evaluations, start: Tensor, max_steps: int, tolerance: float) -> str:
+    before, value = start.numpy(), evaluations(start)[0]
     idle = 0
-    for _ in range(max_steps):
-        optimizer.step(loss)
-        at = place().detach()
-        gained, moved = value - float(loss()), float((at - before).abs().max())
-        before, value = at, value - gained
+
+    def loss(place: np.ndarray) -> tuple[float, np.ndarray]:
+        value, gradient = evaluations(torch.from_numpy(place.copy()))
+        return -value, -gradient.numpy()
+
+    def watch(intermediate_result: OptimizeResult) -> None:
+        """After each step; to raise StopIteration is how this minimiser is stopped."""
+        nonlocal before, value, idle
+        gained = -float(intermediate_result.fun) - value
+        moved = float(np.abs(intermediate_result.x - before).max())
+        before, value = intermediate_result.x.copy(), value + gained
         idle = idle + 1 if gained < MIN_GAIN else 0
-        if moved == 0 or idle >= PATIENCE or (idle and moved <= tolerance):
-            yield "converged"
-            return
-        yield ""
-    yield "max_steps"
+        if idle >= PATIENCE or (idle and moved <= tolerance):
+            raise StopIteration
+
+    bounds = [(x - MAX_LOG_MOVE, x + MAX_LOG_MOVE) for x in start.tolist()]
+    options = {"maxiter": max_steps, "maxls": MAX_LINE_SEARCH}
+    # Not torch.optim, whose first use imports a compiler: seconds, where the search takes less than one.
+    result = minimize(loss, start.numpy(), jac=True, method="L-BFGS-B", bounds=bounds, callback=watch, options=options)
+    return "max_steps" if result.nit >= max_steps and not idle else "converged"

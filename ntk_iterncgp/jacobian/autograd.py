@@ -27,7 +27,7 @@ from ntk_iterncgp.data.fixed_order import Inputs, slice_rows
 from ntk_iterncgp.jacobian.base import NetworkJacobian
 from ntk_iterncgp.jacobian.calling import arguments, as_outputs
 from ntk_iterncgp.jacobian.layers import LayerRows, aliases_of, layer_rows, layers_of, padding_rows
-from ntk_iterncgp.jacobian.rows import DenseRows, Rows
+from ntk_iterncgp.jacobian.rows import Contrasts, DenseRows, Rows, contrasts_at
 from ntk_iterncgp.runtime.threads import FORWARD_MODE, exclusively, plain_attention
 
 JVP_COLUMNS, JVP_BYTES = 8, 2 * 2**20
@@ -194,7 +194,7 @@ class Jacobian(NetworkJacobian):
         numbers = (self._numbers_per_output or 2 * self.num_params) if by_layers else 3 * self.num_params
         return num_outputs * numbers * self.params_bytes
 
-    def rows(self, x: Inputs, num_rows: int, contrasts: Tensor | None = None) -> Rows:
+    def rows(self, x: Inputs, num_rows: int, contrasts: Contrasts | None = None) -> Rows:
         if not torch.is_grad_enabled():
             self.prepare(x, num_rows)
             found = None if self._places is None else self._rows_by_layers(x, contrasts)
@@ -204,10 +204,9 @@ class Jacobian(NetworkJacobian):
 
         with plain_attention():
             outputs = self.forward(x)
-            rows = self._pulled_back(x, num_rows, torch.eye(outputs.shape[1]).to(outputs))
-            return DenseRows(outputs, rows if contrasts is None else contrasts.T.to(rows) @ rows)
+            return DenseRows(outputs, self._pulled_back(x, num_rows, contrasts_at(contrasts, outputs)))
 
-    def _rows_by_layers(self, x: Inputs, contrasts: Tensor | None) -> LayerRows | None:
+    def _rows_by_layers(self, x: Inputs, contrasts: Contrasts | None) -> LayerRows | None:
         assert self._places is not None
         leaves = self._leaves()
         source = x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ntk_iterncgp.data.fixed_order import Inputs
 from ntk_iterncgp.jacobian.base import NetworkJacobian
-from ntk_iterncgp.jacobian.rows import Rows
+from ntk_iterncgp.jacobian.rows import Contrasts, Rows, contrasts_at
 
 
 class LastLayerJacobian(NetworkJacobian):
@@ -41,14 +41,14 @@ class LastLayerJacobian(NetworkJacobian):
     def jvp(self, x: Inputs, tangents: Tensor) -> Tensor:
         return torch.einsum("bd,cdk->bck", self.extended(x), self.matrix(tangents.to(self.dtype)))
 
-    def rows(self, x: Inputs, num_rows: int, contrasts: Tensor | None = None) -> Rows:
+    def rows(self, x: Inputs, num_rows: int, contrasts: Contrasts | None = None) -> Rows:
         return LastLayerRows(self, x, contrasts)
 
     def prepare(self, x: Inputs, num_rows: int) -> None:
         pass  # memory is known without
 
     def bytes_per_row(self, num_outputs: int) -> int:
-        return 8 * (2 * num_outputs**2 + 2 * self.num_features)
+        return 8 * (2 * num_outputs**2 + 2 * self.num_features + 2 * num_outputs * self.num_outputs)
 
     def extended(self, features: Tensor) -> Tensor:  # (b, D) -> (b, D′)
         features = features.to(self.dtype)
@@ -68,15 +68,15 @@ class LastLayerJacobian(NetworkJacobian):
 class LastLayerRows(Rows):
     """J(x) = φ(x)ᵀ ⊗ I at b inputs, or φ(x)ᵀ ⊗ Hᵀ."""
 
-    def __init__(self, jacobian: LastLayerJacobian, features: Tensor, contrasts: Tensor | None) -> None:
+    def __init__(self, jacobian: LastLayerJacobian, features: Tensor, contrasts: Contrasts | None) -> None:
         self.outputs = jacobian.forward(features)
         self._jacobian, self._features = jacobian, jacobian.extended(features)
-        self._contrasts = None if contrasts is None else contrasts.to(features.device).double()  # H (C, r)
+        # H (C, r) or (b, C, r)
+        self._contrasts = None if contrasts is None else contrasts_at(contrasts, self.outputs).double()
 
     def written_out(self) -> Tensor:
-        outputs = torch.eye(self._jacobian.num_outputs, dtype=torch.float64, device=self._features.device)
-        outputs = outputs if self._contrasts is None else self._contrasts  # (C, r)
-        each = torch.einsum("bd,cr->cdbr", self._features.double(), outputs).flatten(2)  # (C, D′, b·r)
+        contrasts = contrasts_at(self._contrasts, self.outputs).double().expand(len(self._features), -1, -1)
+        each = torch.einsum("bd,bcr->cdbr", self._features.double(), contrasts).flatten(2)  # (C, D′, b·r)
         return self._jacobian.flat(each).T.unflatten(0, (len(self._features), -1))
 
     def in_dtype(self, dtype: torch.dtype) -> Rows:
@@ -86,21 +86,34 @@ class LastLayerRows(Rows):
 
     def times(self, weights: Tensor) -> Tensor:
         matrix = self._jacobian.matrix(weights.to(self._features.dtype))
+        if self._contrasts is not None and self._contrasts.ndim == 3:
+            return self._times_of_few(matrix)
         product = torch.einsum("bd,cdk->bck", self._features, matrix).double()
-        return product if self._contrasts is None else self._contrasts.T @ product
+        return product if self._contrasts is None else self._contrasts.mT @ product
+
+    def _times_of_few(self, matrix: Tensor) -> Tensor:  # (C, D′, k) -> (b, r, k)
+        """Of contrasts of a few classes each: a product with the weights of these alone, class by class."""
+        assert self._contrasts is not None
+        b, _, r = self._contrasts.shape
+        has_part = (self._contrasts != 0).any(2)  # (b, C)
+        total = self._contrasts.new_zeros(b, r, matrix.shape[2])
+        for c in has_part.any(0).nonzero()[:, 0].tolist():  # over classes that any input asks for
+            where = has_part[:, c].nonzero()[:, 0]
+            product = (self._features[where] @ matrix[c]).double()  # (b_c, k)
+            total.index_add_(0, where, self._contrasts[where, c, :, None] * product[:, None])
+        return total
 
     def covariance(self, variance: Tensor, *, joint: bool = False) -> Tensor:
         features, per_class = self._features.double(), self._jacobian.matrix(variance[:, None].double())[..., 0]
         if not joint:
             variances = features.square() @ per_class.T  # (b, C)
             if self._contrasts is not None:
-                return self._contrasts.T @ (variances[..., None] * self._contrasts)
+                return self._contrasts.mT @ (variances[..., None] * self._contrasts)  # (b, r, r)
             return torch.diag_embed(variances)
-        b, C = len(features), len(per_class)
-        full = torch.zeros(b, C, b, C, dtype=torch.float64, device=features.device)
-        for c in range(C):  # over outputs: the classes are independent
-            full[:, c, :, c] = (features * per_class[c]) @ features.T
-        return full.reshape(b * C, b * C)
+        each = torch.einsum("bd,cd,ed->cbe", features, per_class, features)  # (C, b, b): the classes are independent
+        contrasts = contrasts_at(self._contrasts, self.outputs).double().expand(len(features), -1, -1)  # (b, C, r)
+        full = torch.einsum("bcr,cbe,ecs->bres", contrasts, each, contrasts)
+        return full.flatten(2).flatten(0, 1)
 
     def curvature_diagonal(self, curvature: Callable[[Tensor], Tensor]) -> Tensor:
         b, C = self.outputs.shape

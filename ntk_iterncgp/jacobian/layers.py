@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import functional as F
 
-from ntk_iterncgp.jacobian.blocks import Block, Contraction, Outer, WrittenOut, patches
-from ntk_iterncgp.jacobian.rows import DenseRows, Rows, curvature_blocks
+from ntk_iterncgp.jacobian.blocks import Block, Contraction, Convolution, Outer, WrittenOut, patches
+from ntk_iterncgp.jacobian.rows import Contrasts, DenseRows, Rows, contrasts_at, curvature_blocks
 
 APPLIED = (nn.Linear, nn.Conv2d)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -167,7 +167,7 @@ def layer_rows(
     source: Tensor | None,
     places: Mapping[str, tuple[str, str]],
     leaves: Mapping[str, Tensor],
-    contrasts: Tensor | None = None,  # H (C, r)
+    contrasts: Contrasts | None = None,
 ) -> LayerRows | None:
     """The rows at the inputs that `forward` puts through the model, or None where they cannot be had this way.
 
@@ -176,6 +176,28 @@ def layer_rows(
     """
     modules = dict(model.named_modules())
     layers = {owner: modules[owner] for owner, _ in places.values()}
+    outputs, calls = _watched(layers, forward)
+    seen, b = dict(calls), len(outputs)
+    if len(calls) != len(layers) or len(seen) != len(layers):
+        return None  # called twice, never, or as a constant
+    if any(len(call.inputs) != b or call.shape[0] != b for call in seen.values()):
+        return None
+    if _goes_round(outputs, leaves.values(), seen.values()):
+        return None
+    sizes = [leaf.numel() for leaf in leaves.values()]
+    activations = sum(call.shape.numel() for owner, call in seen.items() if isinstance(layers[owner], APPLIED))
+    if activations > 2 * b * sum(sizes):  # more memory than the rows themselves are granted
+        return None
+    cotangents = contrasts_at(contrasts, outputs).unbind(-1)  # r of (C,), or (b, C)
+    kept = {owner: _kept(layers[owner], call, len(cotangents)) for owner, call in seen.items()}
+    for c, cotangent in enumerate(cotangents):  # all at once by vmap takes longer
+        _differentiate(outputs, cotangent.expand_as(outputs), seen, source, kept, c, is_last=c + 1 == len(cotangents))
+    blocks = [kept[owner].block(place) for owner, place in places.values()]
+    return LayerRows(outputs.detach(), len(cotangents), blocks, sizes)
+
+
+def _watched(layers: Mapping[str, nn.Module], forward: Callable[[], Tensor]) -> tuple[Tensor, list[tuple[str, Call]]]:
+    """A forward pass: the outputs, and the calls of the layers in their order."""
     calls: list[tuple[str, Call]] = []
 
     def watch(owner: str, layer: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> Tensor:
@@ -193,33 +215,7 @@ def layer_rows(
             hook = layer.register_forward_hook(partial(watch, owner), prepend=True, with_kwargs=True)
             stack.callback(hook.remove)
         with torch.enable_grad():
-            outputs = forward()
-    (b, C), seen = outputs.shape, dict(calls)
-    if len(calls) != len(layers) or len(seen) != len(layers):
-        return None  # called twice, never, or as a constant
-    if any(len(call.inputs) != b or call.shape[0] != b for call in seen.values()):
-        return None
-    if _goes_round(outputs, leaves.values(), seen.values()):
-        return None
-    sizes = [leaf.numel() for leaf in leaves.values()]
-    activations = sum(call.shape.numel() for owner, call in seen.items() if isinstance(layers[owner], APPLIED))
-    if activations > 2 * b * sum(sizes):  # more memory than the rows themselves are granted
-        return None
-    cotangents = torch.eye(C).to(outputs) if contrasts is None else contrasts.T.to(outputs)  # (r, C)
-    kept = {owner: _kept(layers[owner], call, len(cotangents)) for owner, call in seen.items()}
-    for c, cotangent in enumerate(cotangents):  # all at once by vmap takes longer
-        missing = set(seen)
-
-        def take(owner: str, gradient: Tensor | None, c: int = c, missing: set[str] = missing) -> None:
-            if gradient is not None:
-                kept[owner].take(c, gradient)
-                missing.discard(owner)
-
-        _differentiate(outputs, cotangent.expand(b, C), seen, source, take, is_last=c + 1 == len(cotangents))
-        for owner in missing:
-            kept[owner].take(c, outputs.new_zeros(seen[owner].shape))
-    blocks = [kept[owner].block(place) for owner, place in places.values()]
-    return LayerRows(outputs.detach(), len(cotangents), blocks, sizes)
+            return forward(), calls
 
 
 def _goes_round(outputs: Tensor, leaves: Iterable[Tensor], calls: Iterable[Call]) -> bool:
@@ -246,30 +242,38 @@ def _differentiate(
     cotangent: Tensor,
     calls: Mapping[str, Call],
     source: Tensor | None,
-    take: Callable[[str, Tensor | None], None],
+    kept: Mapping[str, Kept],
+    c: int,
     *,
     is_last: bool,
 ) -> None:
-    """One backward pass, which hands the derivative by what came out of each layer to `take`.
+    """One backward pass, for the c-th contrast: what each layer keeps of the derivative by what came out of it.
 
     On its way to the `source`, so that it can be freed at once: on a CPU, memory that is asked for anew costs nearly as
     much as what is done in it. Without a source, all together in the end.
     """
-    keep = not is_last
+    keep, missing = not is_last, set(calls)
+
+    def take(owner: str, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            kept[owner].take(c, gradient)
+            missing.discard(owner)
+
+    def pass_on(owner: str, gradients: Sequence[Tensor | None]) -> None:
+        take(owner, gradients[calls[owner].edge.output_nr])
+
     if source is None:
         edges = [call.edge for call in calls.values()]
         gradients = torch.autograd.grad(outputs, edges, cotangent, retain_graph=keep, allow_unused=True)
         for owner, gradient in zip(calls, gradients, strict=True):
             take(owner, gradient)
-        return
-
-    def pass_on(owner: str, gradients: Sequence[Tensor | None]) -> None:
-        take(owner, gradients[calls[owner].edge.output_nr])
-
-    with ExitStack() as stack:
-        for owner, call in calls.items():
-            stack.callback(call.edge.node.register_prehook(partial(pass_on, owner)).remove)
-        torch.autograd.grad(outputs, source, cotangent, retain_graph=keep, allow_unused=True)
+    else:
+        with ExitStack() as stack:
+            for owner, call in calls.items():
+                stack.callback(call.edge.node.register_prehook(partial(pass_on, owner)).remove)
+            torch.autograd.grad(outputs, source, cotangent, retain_graph=keep, allow_unused=True)
+    for owner in missing:
+        kept[owner].take(c, outputs.new_zeros(calls[owner].shape))
 
 
 def _affine(layer: nn.Module, x: Tensor) -> Tensor:
@@ -296,7 +300,7 @@ class Places(Kept):
     """All of it, for a layer that is applied at T places."""
 
     def __init__(self, layer: nn.Module, call: Call, num_outputs: int) -> None:
-        self.layer, self.inputs = layer, call.inputs
+        self.layer, self.inputs, self.out = layer, call.inputs, call.shape[2:]
         is_linear = isinstance(layer, nn.Linear)
         b, channels = call.shape[0], call.shape[-1 if is_linear else 1]
         places = call.shape[1:].numel() // channels
@@ -311,6 +315,8 @@ class Places(Kept):
         if place == "bias":
             return WrittenOut(self.cotangents.sum(3))
         if isinstance(self.layer, nn.Conv2d):
+            if Convolution.pays(self.inputs, self.cotangents.shape[3]):
+                return Convolution(self.cotangents, self.layer, self.inputs, self.out)
             return Contraction(self.cotangents, partial(patches, self.layer, self.inputs), self.layer.weight[0].numel())
         if self.inputs.ndim == 2:
             return Outer(self.cotangents[..., 0], self.inputs)

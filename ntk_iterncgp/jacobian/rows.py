@@ -8,6 +8,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+Contrasts = Tensor | Callable[[Tensor], Tensor]
+"""Combinations of the outputs: H (C, r), the same at all inputs; (b, C, r), each input its own; or a function that
+makes one of these of the outputs (b, C), so that contrasts may follow from the forward pass that is made anyway."""
+
 SLICE_ENTRIES = 2**18  # of J at once, where a product with it is needed only to be summed
 
 
@@ -81,6 +85,25 @@ class DenseRows(Rows):
 
     def curvature_diagonal(self, curvature: Callable[[Tensor], Tensor]) -> Tensor:
         return diagonal(self.jacobian, curvature_blocks(curvature, self.outputs.shape, self.jacobian)).double()
+
+
+def contrasts_at(contrasts: Contrasts | None, outputs: Tensor) -> Tensor:  # (b, C) -> (C, r) or (b, C, r)
+    """The contrasts at these outputs, in their dtype; of all outputs alone where none are given."""
+    b, C = outputs.shape
+    if contrasts is None:
+        return torch.eye(C, dtype=outputs.dtype, device=outputs.device)
+    found = contrasts if isinstance(contrasts, Tensor) else contrasts(outputs.detach())
+    if found.ndim not in (2, 3) or found.shape[-2] != C or (found.ndim == 3 and len(found) != b):
+        raise ValueError(
+            f"`contrasts` must have shape ({C}, k), or ({b}, {C}, k) for each input its own; got "
+            f"{tuple(found.shape)}. Try one row for each of the {C} outputs."
+        )
+    return found.to(outputs)
+
+
+def contrasts_of(contrasts: Contrasts | None, part: slice) -> Contrasts | None:
+    """The contrasts at some of the inputs."""
+    return contrasts[part] if isinstance(contrasts, Tensor) and contrasts.ndim == 3 else contrasts
 
 
 def curvature_blocks(curvature: Callable[[Tensor], Tensor], shape: torch.Size, like: Tensor) -> Tensor:  # (b, C, C)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, final
@@ -18,10 +18,8 @@ from ntk_iterncgp.jacobian.autograd import Jacobian, derivative_dtype
 from ntk_iterncgp.jacobian.base import NetworkJacobian
 from ntk_iterncgp.jacobian.calling import arguments, as_outputs
 from ntk_iterncgp.jacobian.last_layer import LastLayerJacobian
-from ntk_iterncgp.jacobian.rows import Rows
 from ntk_iterncgp.laplace_torch.base import IterNCGPLaplace
 from ntk_iterncgp.laplace_torch.hyperparameters import CheckedHyperparameters
-from ntk_iterncgp.priors.rows import in_parts
 from ntk_iterncgp.runtime.threads import exclusively
 
 FEW = 2**16  # weights of a last layer, up to which its products are taken in float64
@@ -34,9 +32,9 @@ class IterNCGPAllLaplace(CheckedHyperparameters, IterNCGPLaplace):
     _key = ("all", "iterncgp")
     _jacobian: Jacobian | None = None
 
-    def _open(self, loader: DataLoader) -> tuple[NetworkJacobian, FixedOrderData, FirstBatch]:
+    def _open(self, loader: DataLoader, *, is_known: bool) -> tuple[NetworkJacobian, FixedOrderData, FirstBatch]:
         data = FixedOrderData(loader, device=self._device, dict_key_x=self.dict_key_x, dict_key_y=self.dict_key_y)
-        probe = Probe(self.model, data)
+        probe = Probe(self.model, data, is_known=is_known)
         jacobian, outputs = self._in_dtype(probe.inputs, data.num_items)
         first_batch = probe.check(jacobian.forward, outputs)
         self._jacobian = jacobian  # what a fit finds out about the model holds for predictions too
@@ -73,16 +71,13 @@ class IterNCGPAllLaplace(CheckedHyperparameters, IterNCGPLaplace):
             )
         return jacobian, None
 
-    def _rows_at(self, x: Inputs, contrasts: Tensor | None = None) -> Iterator[Rows]:
+    def _jacobian_at(self, x: Inputs) -> tuple[NetworkJacobian, Inputs]:
         dtype = self.posterior.images.dtype
         if self._jacobian is None or self._jacobian.dtype != dtype or not self._jacobian.is_of(self.model):
             self._jacobian = Jacobian(
                 self.model, dtype=dtype
             )  # cached: what it found out about the model cost two rows
-        jacobian, x = self._jacobian, to_device(x, self._device)
-        num_rows = len(x[self.dict_key_x] if isinstance(x, Mapping) else x)
-        for part, size in in_parts(jacobian, x, num_rows, self.n_outputs, self.settings.chunk_bytes):
-            yield jacobian.rows(part, size, contrasts)
+        return self._jacobian, to_device(x, self._device)
 
     def _layer_sizes(self) -> tuple[int, ...]:
         return tuple(value.numel() for value in self.params)
@@ -173,13 +168,13 @@ class IterNCGPLastLayerLaplace(CheckedHyperparameters, IterNCGPLaplace):
         self.n_params, self.n_layers = sum(p.numel() for p in self.params), len(self.params)
         self.prior_precision, self.prior_mean = self.prior_precision, self.prior_mean  # now their sizes too
 
-    def _open(self, loader: DataLoader) -> tuple[NetworkJacobian, FixedOrderData, FirstBatch]:
+    def _open(self, loader: DataLoader, *, is_known: bool) -> tuple[NetworkJacobian, FixedOrderData, FirstBatch]:
         data = FixedOrderData(loader, device=self._device, dict_key_x=self.dict_key_x, dict_key_y=self.dict_key_y)
         if self.extractor.last_layer is None:
             with torch.no_grad():
                 self.extractor.find_last_layer(next(data.batches())[0])
             self._take_last_layer()
-        first = Probe(self.extractor, data).check(lambda x: as_outputs(self.extractor(x)))
+        Probe(self.extractor, data, is_known=is_known).check(lambda x: as_outputs(self.extractor(x)))
         own = self._layer.weight.dtype
         jacobian = LastLayerJacobian(self._layer, dtype=self.dtype or (torch.float64 if self.n_params <= FEW else own))
 
@@ -196,13 +191,14 @@ class IterNCGPLastLayerLaplace(CheckedHyperparameters, IterNCGPLaplace):
             return features, y
 
         with torch.no_grad():
-            features, targets = map(torch.cat, zip(*data.each_batch(features_of), strict=True))
+            batches = list(data.each_batch(features_of))
+        rows = len(batches[0][0])
+        features, targets = map(torch.cat, zip(*batches, strict=True))
         if len(targets) != len(features):
             raise ValueError(
                 f"There must be one target for each of the {len(features)} training inputs; got {len(targets)}. Try a "
                 "loader whose batches are pairs (x, y)."
             )
-        rows = len(first.outputs)
         cached = DataLoader(TensorDataset(features, targets), rows)  # which can be visited group by group
         inputs = features[:rows]
         first_batch = FirstBatch(inputs, jacobian.forward(inputs), len(features))
@@ -212,11 +208,9 @@ class IterNCGPLastLayerLaplace(CheckedHyperparameters, IterNCGPLaplace):
         outputs, features = self.extractor.forward_with_features(x)
         return as_outputs(outputs), features.reshape(-1, self._layer.in_features)
 
-    def _rows_at(self, x: Inputs, contrasts: Tensor | None = None) -> Iterator[Rows]:
+    def _jacobian_at(self, x: Inputs) -> tuple[NetworkJacobian, Inputs]:
         jacobian = LastLayerJacobian(self._layer, dtype=self.posterior.images.dtype)
-        features = self._with_features(to_device(x, self._device))[1]
-        for part, size in in_parts(jacobian, features, len(features), self.n_outputs, self.settings.chunk_bytes):
-            yield jacobian.rows(part, size, contrasts)
+        return jacobian, self._with_features(to_device(x, self._device))[1]
 
     def _layer_sizes(self) -> tuple[int, ...]:
         return tuple(value.numel() for value in self.params)

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ntk_iterncgp.jacobian.autograd import Jacobian
+from ntk_iterncgp.jacobian.base import NetworkJacobian
+from ntk_iterncgp.jacobian.last_layer import LastLayerJacobian
 from ntk_iterncgp.jacobian.layers import LayerRows
 from ntk_iterncgp.jacobian.rows import DenseRows
 
@@ -248,19 +250,58 @@ def test_plain_layers_give_the_rows_that_torch_func_gives(case: str) -> None:
     )
 
 
-@pytest.mark.parametrize("case", [*PLAIN, *OTHER])
-def test_rows_of_contrasts_are_contrasts_of_rows(case: str) -> None:
-    model, x = prepared(*{**PLAIN, **OTHER}[case])
-    jacobian, expected = Jacobian(model), by_func(model, x)
-    contrasts = torch.randn(expected.outputs.shape[1], 2, dtype=torch.float64)
+def same_for_all(outputs: Tensor) -> Tensor:  # (C, 2)
+    return torch.arange(2 * outputs.shape[1], dtype=outputs.dtype).reshape(-1, 2).sin()
+
+
+def own_for_each(outputs: Tensor) -> Tensor:  # (b, C, 2), of the outputs themselves
+    return torch.stack([outputs.sin(), outputs.square()], 2)
+
+
+@pytest.mark.parametrize("contrasts_of", [same_for_all, own_for_each])
+@pytest.mark.parametrize("as_function", [False, True], ids=["tensor", "function"])
+@pytest.mark.parametrize("case", [*PLAIN, *OTHER, "last layer"])
+def test_rows_of_contrasts_are_contrasts_of_rows(
+    case: str, as_function: bool, contrasts_of: Callable[[Tensor], Tensor]
+) -> None:
+    jacobian: NetworkJacobian
+    if case == "last layer":
+        layer, x = nn.Linear(4, 3).double(), torch.randn(NUM_INPUTS, 4, dtype=torch.float64)
+        jacobian, expected = LastLayerJacobian(layer), by_func(layer, x)
+    else:
+        model, x = prepared(*{**PLAIN, **OTHER}[case])
+        jacobian, expected = Jacobian(model), by_func(model, x)
+    H = contrasts_of(expected.outputs.detach())
     weights, variance = torch.randn(jacobian.num_params, 40).double(), torch.rand(jacobian.num_params).double() + 0.1
     with torch.no_grad():
-        rows = jacobian.rows(x, len(x), contrasts)
-    torch.testing.assert_close(rows.outputs, expected.outputs)
+        rows = jacobian.rows(x, len(x), contrasts_of if as_function else H)
+    each = H.expand(len(x), -1, -1).mT @ expected.jacobian  # (b, 2, P)
+    whole, flat = expected.outputs, each.flatten(0, 1)
+    torch.testing.assert_close(rows.outputs, whole)
+    torch.testing.assert_close(rows.written_out(), each)
     for found in (rows.times(weights), rows.products(weights, variance)[0]):
-        torch.testing.assert_close(found, contrasts.T @ expected.times(weights))
+        torch.testing.assert_close(found, each @ weights)
     for found in (rows.covariance(variance), rows.products(weights, variance)[1]):
-        torch.testing.assert_close(found, contrasts.T @ expected.covariance(variance) @ contrasts)
+        torch.testing.assert_close(found, each * variance @ each.mT)
+    torch.testing.assert_close(rows.covariance(variance, joint=True), flat * variance @ flat.T)
+
+
+def test_contrasts_are_differentiable_in_the_inputs() -> None:
+    model, x = prepared(*PLAIN["residual"])
+    x = x.requires_grad_()
+    H = own_for_each(model(x).detach())
+    rows = Jacobian(model).rows(x, len(x), own_for_each)
+    (found,) = torch.autograd.grad(rows.written_out().square().sum(), x)
+    (expected,) = torch.autograd.grad((H.mT @ Jacobian(model).rows(x, len(x)).written_out()).square().sum(), x)
+    assert float(found.norm()) > 0
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 4), (NUM_INPUTS + 1, 3, 2), (1, NUM_INPUTS, 3, 2)])
+def test_contrasts_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
+    model, x = prepared(*PLAIN["mlp"])
+    with pytest.raises(ValueError, match=r"`contrasts` must have shape \(3, k\), or \(3, 3, k\) for each input"):
+        Jacobian(model).rows(x, len(x), torch.zeros(shape))
 
 
 def test_inputs_without_a_derivative_have_rows_by_layers_too() -> None:

@@ -52,7 +52,7 @@ class NetworkPredictor(Predictor):
         return float(self.la.sigma_noise) ** 2
 
     def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        mean, covariance = self.la._glm_predictive_distribution(x.to(self.la._device))
+        mean, covariance = self.la.latent(x.to(self.la._device))
         return mean.double().cpu(), covariance.double().cpu()
 
     def state(self) -> dict[str, Any]:
