@@ -18,7 +18,9 @@ from ntk_iterncgp.data.fixed_order import Inputs, evaluating
 from ntk_iterncgp.fitting.cluster_state import unfolded
 from ntk_iterncgp.fitting.network import ClusterState, NetworkFit
 from ntk_iterncgp.jacobian.rows import DenseRows, Rows
+from ntk_iterncgp.laplace_torch.calibration import Calibrating
 from ntk_iterncgp.laplace_torch.checks import check_positive, kept_on_failure
+from ntk_iterncgp.laplace_torch.detector import Detecting
 from ntk_iterncgp.laplace_torch.fitting import FittedNetwork
 from ntk_iterncgp.laplace_torch.grid import GivenMoments, descend, search_grid
 from ntk_iterncgp.laplace_torch.prior_of_fit import check_may_be_tuned, check_prior, hyperparameters
@@ -39,7 +41,7 @@ from ntk_iterncgp.runtime.validate import whole_number
 QUASI = "quasi"
 
 
-class IterNCGPLaplace(FittedNetwork):
+class IterNCGPLaplace(Calibrating, Detecting, FittedNetwork):
     """The posterior of the linearised network given all training data. Abstract; the flavours are final."""
 
     _prior_of_fit: dict[str, Tensor]
@@ -144,11 +146,11 @@ class IterNCGPLaplace(FittedNetwork):
         with exclusively(self.model), evaluating(self.model), self._gradients():
             rows = self._all_rows_at(x)
             mean, covariance = self._mean_of(rows, posterior).flatten(), posterior.covariance(rows, joint=True)
-        return mean.to(self._dtype), covariance.to(self._dtype)
+        return self._tempered(mean.to(self._dtype), covariance.to(self._dtype))
 
     def _moments(self, x: Inputs, contrasts: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Mean (b, C) and covariance (b, C, C) of the outputs; or, for contrasts H (C, r), the mean up to what is the
-        same for all outputs, and the covariance (b, r, r) of Hᵀf."""
+        """Mean (b, C) and covariance (b, C, C) of the outputs over the output temperature; or, for contrasts H (C, r),
+        the mean up to what is the same for all outputs, and the covariance (b, r, r) of Hᵀf."""
         posterior = self._posterior_now()
 
         def moments(rows: Rows) -> tuple[Tensor, Tensor]:
@@ -157,7 +159,7 @@ class IterNCGPLaplace(FittedNetwork):
         with exclusively(self.model), evaluating(self.model), self._gradients():
             # By `map`, no name holds the rows of one part while those of the next are computed.
             mean, covariance = map(torch.cat, zip(*map(moments, self._rows_at(x, contrasts)), strict=True))
-        return mean.to(self._dtype), covariance.to(self._dtype)
+        return self._tempered(mean.to(self._dtype), covariance.to(self._dtype))
 
     def _all_rows_at(self, x: Inputs) -> Rows:
         parts = list(self._rows_at(x))
