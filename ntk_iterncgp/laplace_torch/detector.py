@@ -17,8 +17,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ntk_iterncgp.data.fixed_order import Inputs, evaluating
+from ntk_iterncgp.jacobian.rows import Rows
+from ntk_iterncgp.laplace_torch.checks import check_positive
 from ntk_iterncgp.laplace_torch.prior_of_fit import follows_prior
 from ntk_iterncgp.laplace_torch.training_data import draws_from, noted
+from ntk_iterncgp.posterior.convergence import Convergence, convergence_at
 from ntk_iterncgp.posterior.detection import Novelty, latents_of, precision_of_median
 from ntk_iterncgp.posterior.scores import AUTO, SCORES, Latent, against_rest, latent_of
 from ntk_iterncgp.posterior.tuning import ValidationPart
@@ -117,12 +120,12 @@ class Detector:
             raise _damaged("detector", saved)
         novelty, numbers = Novelty.from_dict(saved, la._device), {}
         for name, sizes in (("prior_precision", (1, len(la._layer_sizes()))), ("noise_scale", (1,))):
-            value = saved.get(name)
+            value: Any = saved.get(name)
             is_number = isinstance(value, Tensor) and value.is_floating_point() and value.numel() in sizes
             if not is_number or not bool((torch.isfinite(value) & (value > 0)).all()):
                 raise _damaged(name, value)
             numbers[name] = value.to(la._device)
-        z = saved.get("z")
+        z: Any = saved.get("z")
         if not (z is None or (isinstance(z, (int, float)) and 0 < z < float("inf"))):
             raise _damaged("z", z)
         if la.likelihood != Likelihood.CLASSIFICATION and any(SCORES[name].needs_classes for name in novelty.names):
@@ -136,20 +139,25 @@ def _damaged(name: str, found: object) -> ValueError:
     )
 
 
-def parts_at(
-    la: IterNCGPLaplace, posterior: WeightPosterior, x: Inputs | DataLoader, *, layerwise: bool = False
-) -> Iterator[ValidationPart]:
-    """Inputs in parts that fit in `chunk_bytes`, with one contrast of a classifier, and all outputs of a regression."""
+def rows_at(la: IterNCGPLaplace, x: Inputs | DataLoader) -> Iterator[Rows]:
+    """Rows in parts that fit in `chunk_bytes`: one contrast of a classifier, all outputs of a regression."""
     contrasts = against_rest if la.likelihood == Likelihood.CLASSIFICATION else None
-    dtype = posterior.images.dtype if contrasts is not None else torch.float64
-    shift = torch.zeros_like(la.mean)
     la._refresh_posterior()
     for batch in batches_of(x):
         la._check_nonempty_inputs(batch)
         with exclusively(la.model), evaluating(la.model), torch.no_grad(), full_precision(la._device):
-            for rows in la._rows_at(batch, contrasts):
-                none = rows.outputs.new_zeros(0)
-                yield ValidationPart.of(rows, posterior, shift, none, layerwise=layerwise, dtype=dtype)
+            yield from la._rows_at(batch, contrasts)
+
+
+def parts_at(
+    la: IterNCGPLaplace, posterior: WeightPosterior, x: Inputs | DataLoader, *, layerwise: bool = False
+) -> Iterator[ValidationPart]:
+    """The small matrices of these rows; no row is held longer."""
+    dtype = posterior.images.dtype if la.likelihood == Likelihood.CLASSIFICATION else torch.float64
+    shift = torch.zeros_like(la.mean)
+    for rows in rows_at(la, x):
+        none = rows.outputs.new_zeros(0)
+        yield ValidationPart.of(rows, posterior, shift, none, layerwise=layerwise, dtype=dtype)
 
 
 def batches_of(x: Inputs | DataLoader) -> Iterator[Inputs]:
@@ -246,6 +254,28 @@ class Detecting:
             )
         assert self._detector is not None
         return self._detector
+
+    def convergence(self, x: Inputs | DataLoader, *, prior_precision: float | Tensor | None = None) -> Convergence:
+        """Estimate how much the variance at some inputs would still fall with twice the actions.
+
+        Of a classifier it is the variance of the likeliest class against the rest, of a regression that of all outputs;
+        on average over the inputs. It costs a forward and a backward pass for each, and no training data.
+
+        Args:
+            x: Inputs: a tensor, a mapping, or a loader (labels are not looked at).
+            prior_precision: At which precision; None: the current one. That of a detector is its `prior_precision`.
+
+        Returns:
+            Variances with half of the actions, all, and twice as many; prints as a sentence with advice.
+        """
+        la: Any = self
+        la._check_fitted()
+        if prior_precision is None:
+            precision = la.prior_precision.detach()
+        else:
+            check_positive("prior_precision", prior_precision)
+            precision = torch.as_tensor(prior_precision).detach().to(la._device).reshape(-1)
+        return convergence_at(rows_at(la, x), la.posterior, precision.double(), la._noise_scale.detach())
 
     def _detector_now(self) -> Detector | None:
         """The detector that was made for this posterior, if there is one."""

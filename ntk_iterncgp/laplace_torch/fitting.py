@@ -31,6 +31,7 @@ from ntk_iterncgp.jacobian.rows import Contrasts, Rows
 from ntk_iterncgp.laplace_torch.checks import check_hyperparameters
 from ntk_iterncgp.laplace_torch.saving import fingerprint, flatten, identity, same_fingerprint
 from ntk_iterncgp.persistence.checkpoint import Checkpoint, open_session
+from ntk_iterncgp.posterior.convergence import training_fall
 from ntk_iterncgp.posterior.weight_space import ConditionedPosterior, WeightPosterior
 from ntk_iterncgp.runtime import parallel
 from ntk_iterncgp.runtime.threads import exclusively
@@ -262,7 +263,8 @@ class FittedNetwork(BaseFunctionalLaplace):
         if self._report is None:
             raise RuntimeError("A report must follow a fit in this process; got none. Try fit(train_loader).")
         information = self.posterior.information_captured(self.prior_precision, self._noise_scale)
-        return replace(self._report, information_captured=information, rank=self.posterior.rank)
+        fall = training_fall(self.posterior, self.prior_precision.detach(), self._noise_scale.detach())
+        return replace(self._report, information_captured=information, rank=self.posterior.rank, fall_of_doubling=fall)
 
     @property
     def _noise_scale(self) -> Tensor:

@@ -81,7 +81,9 @@ class Novelty:
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any], device: torch.device) -> Novelty:
         """What `to_dict` made, on a device; a `ValueError` where its parts do not fit together."""
-        names, references, combined = (saved.get(key) for key in ("names", "references", "combined"))
+        names: Any = saved.get("names")
+        references: Any = saved.get("references")
+        combined: Any = saved.get("combined")
         is_whole = (
             isinstance(names, (list, tuple))
             and len(names) > 0
