@@ -5,6 +5,9 @@ tell inputs apart, so one that is sure of unfamiliar inputs needs the variance. 
 With few data the pair is overfitted more than either, so they are compared by cross-fitting: each datum is judged by
 what the others chose. Another family than temperature scaling must be better than it by `CLEAR` standard errors of
 the paired difference, so that this is never worse than temperature scaling beyond the noise of the tuning set.
+
+Few data of which the network has none wrong ask for T → 0. So log T has a prior, N(0, s²): of the order of 1/N nats per
+datum, it decides nothing where there are enough.
 """
 
 from __future__ import annotations
@@ -22,13 +25,14 @@ from ntk_iterncgp.posterior.predictive import POINT_ENTRIES
 from ntk_iterncgp.posterior.tuning import ScalarPath, ValidationPart
 from ntk_iterncgp.posterior.weight_space import WeightPosterior
 
-TEMPERATURES = tuple(2 ** (k / 3) for k in range(-5, 10))  # 0.31 to 8
+TEMPERATURES = tuple(2 ** (k / 3) for k in range(-7, 10))  # 0.2 to 8
 SPREADS = tuple(10 ** (k / 1.5) for k in range(-5, 9))  # prior standard deviations of an output
 FINER = (-0.5, -0.25, 0.0, 0.25, 0.5)  # steps of these grids, around the best of each family
 POINTS = 128  # of the link
 NUM_FOLDS = 5
 LEAST_DATA = 20
-CLEAR = 0.5  # standard errors
+CLEAR = 1.0  # standard errors
+DOUBT = 0.5  # of log T before any data: standard deviations from T = 1
 NEGLIGIBLE = 1e-4  # nats per datum that a variance may cost where none is wanted
 
 Pair = tuple[float, float]
@@ -122,8 +126,13 @@ class Losses:
         return float(self([pair]).mean())
 
     def best(self, pairs: Sequence[Pair]) -> Pair:
-        """The pair of least loss."""
-        return pairs[int(self(pairs).mean(1).argmin())]
+        """The pair of least loss, a priori doubt included."""
+        return pairs[int((self(pairs).sum(1) + self.doubts(pairs)).argmin())]
+
+    def doubts(self, pairs: Sequence[Pair]) -> Tensor:  # (pairs,)
+        """½(log T/s)²: what a temperature far from one must be worth in all."""
+        logs = torch.tensor([math.log(T) for T, _ in pairs], dtype=torch.float64, device=self._outputs.device)
+        return 0.5 * (logs / DOUBT).square()
 
     @property
     def precisions(self) -> list[float]:
@@ -195,7 +204,7 @@ def _crossfitted(losses: Losses, pairs: Sequence[Pair]) -> Tensor:  # (N,)
     table = losses(pairs)
     N = table.shape[1]
     order = torch.randperm(N, generator=torch.Generator().manual_seed(0)).to(table.device)
-    result, total = torch.empty_like(table[0]), table.sum(1)
+    result, total = torch.empty_like(table[0]), table.sum(1) + losses.doubts(pairs)
     for fold in order.tensor_split(min(NUM_FOLDS, N)):
         best = int((total - table[:, fold].sum(1)).argmin())
         result[fold] = table[best, fold]
