@@ -251,12 +251,12 @@ class Door:
 
 DOORS = {
     # A batch; but between fit and refine there are two self-checks, of some 24 batches whatever the number of data.
-    # Every start passes the first batch once to count memory, and five times a few rows to prove those by layers.
-    "network": Door(network, lambda pace: 30, lambda pace: 6),
+    # Every start passes the first batch once to count memory, and three times a few rows to prove those by layers.
+    "network": Door(network, lambda pace: 30, lambda pace: 4),
     # A product is two sweeps; before the first, and at every start, come outputs and trace, which are two more, and
     # what every start does, and one pass for the scale of the variance.
     "refined mean": Door(
-        refined_mean, lambda pace: 4 * pace.num_data // BATCH + 12, lambda p: 2 * p.num_data // BATCH + 7
+        refined_mean, lambda pace: 4 * pace.num_data // BATCH + 12, lambda p: 2 * p.num_data // BATCH + 5
     ),
     "kernel": Door(kernel, lambda pace: 1, lambda pace: 0),
 }

@@ -28,9 +28,9 @@ import ntk_iterncgp  # noqa: F401  registers the flavours
 from ntk_iterncgp import NonConjugateGP, kernels, likelihoods
 from ntk_iterncgp.data.fixed_order import FixedOrderData
 from ntk_iterncgp.fitting.self_check import problems
-from ntk_iterncgp.jacobian import trace
 from ntk_iterncgp.persistence import checkpoint as checkpoint_module
 from ntk_iterncgp.persistence.checkpoint import Checkpoint
+from ntk_iterncgp.priors import rows as rows_of_prior
 from ntk_iterncgp.priors.gram import GramPrior
 from ntk_iterncgp.runtime import parallel
 from ntk_iterncgp.solver import State
@@ -171,7 +171,7 @@ def network_results() -> Results:
     add("clusters, streamed", laplace(num_actions=7), DataLoader(Stream(), 6))
     add("clusters, listed, refined", laplace(num_actions=7), listed, epochs=2)
     add("clusters, cut short and refined", laplace(num_actions=7, max_epochs=0.9), small, epochs=0.4)
-    with mock.patch.object(trace, "FEW_NUMBERS", 0):
+    with mock.patch.object(rows_of_prior, "FEW_NUMBERS", 0):
         add("clusters, probed trace", laplace(num_actions=60), small)
     add("clusters, last layer", laplace(subset="last_layer", num_actions=7), small)
     add("products", laplace(policy="random_subspace", num_actions=8), small, epochs=4)
@@ -248,7 +248,7 @@ def ragged_batches() -> list[list[tuple[int, ...]]]:
     return [[tuple(block.shape) for block in batch] for batch in found]
 
 
-# --- killed and taken up --------------------------------------------------------------------------------------------
+# --- killed and resumed ---------------------------------------------------------------------------------------------
 
 
 def saving(folder: str, said: list[str]) -> Checkpoint:

@@ -1,6 +1,6 @@
 """The one-epoch posterior: data and directions in groups, and one action per group.
 
-With a direction u for each item i, which is a datum n(i) looked at in one direction, and s_b = Σ_{i∈b} W_n u_i,
+With a direction u for each item i, which is a datum n(i) visited in one direction, and s_b = Σ_{i∈b} W_n u_i,
 
     A_b = Σ_{i∈b} J_nᵀ W_n u_i     one backward pass per group: one forward+backward epoch for as many items as data
     R   = UᵀWU                     no product with J, no 1/π, no matrix of n rows
@@ -8,19 +8,19 @@ With a direction u for each item i, which is a datum n(i) looked at in one direc
 which is all that a `WeightPosterior` needs. Directions of one datum are orthogonal in W, so within the first pass R is
 diagonal; between two passes it has blocks that are not.
 
-The first pass goes where the curvature is (`worth_looking`): of all data and directions those with the largest parts of
-tr(W), 0.6 for each datum, so that decided data have none and others up to four; as many as actions where these are more
-than data (60 digits, ReLU 64-16-10, 200 actions: 82 % of the exact contraction, with one for each datum 60 %). On 800
-digits, five seeds, the share of the exact contraction of the variance at new inputs with 20, 50, 100 and 500 actions
-(for 500, more looks):
+The first pass goes where the curvature is (`first_directions`): of all data and directions those with the largest parts
+of tr(W), 0.6 for each datum, so that saturated data have none and others up to four; as many as actions where these are
+more than data (60 digits, ReLU 64-16-10, 200 actions: 82 % of the exact contraction, with one for each datum 60 %). On
+800 digits, five seeds, the fraction of the exact contraction of the variance at new inputs with 20, 50, 100 and 500
+actions (for 500, more visits):
 
-    tanh 64-32-10   one direction for each undecided datum   58.7   69.9   80.5   86.8 %   1.06 epochs
+    tanh 64-32-10   one direction for each uncertain datum   58.7   69.9   80.5   86.8 %   1.06 epochs
                     where the curvature is                   61.1   72.7   84.0   94.1 %   0.93, and 1.33 for 500
-    ReLU 64-16-10   one direction for each undecided datum   71.1   80.3   88.0   92.3 %   1.07 epochs
+    ReLU 64-16-10   one direction for each uncertain datum   71.1   80.3   88.0   92.3 %   1.07 epochs
                     where the curvature is                   73.4   82.6   90.4   96.2 %   0.93, and 1.33 for 500
 
 An action may have any number of rows that are zero, so the variance is not below the exact one. With `cotangents` > 1
-each undecided datum has so many, from one forward pass.
+each uncertain datum has so many, from one forward pass.
 
 A further pass takes the next direction of all data in other groups, and after these random directions. On both networks
 (two seeds, 100 actions in each pass) one, two and three passes get 87.9, 91.2 and 93.3 %.
@@ -31,30 +31,139 @@ than actions (`groups_for`), and keeps the combinations of them that contract th
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ntk_iterncgp.clusters.directions import along, cotangents_each, has_choice, next_directions, worth_looking
-from ntk_iterncgp.clusters.grouping import group, groups_for
-from ntk_iterncgp.clusters.passes import (
-    Pass,
-    checksum_vector,
-    epochs_of,
-    group_batches,
-    missing_items,
-    padded,
-    same_datum,
+from ntk_iterncgp.clusters.grouping import (
+    along,
+    cotangents_each,
+    first_directions,
+    group,
+    groups_for,
+    has_choice,
+    next_directions,
 )
-from ntk_iterncgp.data.fixed_order import FixedOrderData, slice_rows
+from ntk_iterncgp.data.fixed_order import FixedOrderData, Inputs, slice_rows
 from ntk_iterncgp.jacobian.base import NetworkJacobian
-from ntk_iterncgp.likelihoods import Likelihood
-from ntk_iterncgp.linalg.independence import best_combinations, block_matrix, combined_gram, independent_columns
-from ntk_iterncgp.linalg.inner_products import inner_products, rows_at_once
+from ntk_iterncgp.likelihoods.base import Likelihood
+from ntk_iterncgp.linalg.factor import (
+    best_combinations,
+    block_matrix,
+    combined_gram,
+    independent_columns,
+    inner_products,
+    rows_at_once,
+)
 from ntk_iterncgp.runtime import parallel
+
+PADDING = 8
+
+
+@dataclass(eq=False)
+class Pass:
+    """Groups of data, with q directions for each: q·B actions. Filled in place while data are swept.
+
+    A datum may be in it several times, each time with another direction and maybe in another group, or not at all.
+    The directions are scaled so that each action has unit noise, sᵀW⁺s = 1: a group of saturated data then does not
+    vanish beside the others in rounding.
+    """
+
+    rows: Tensor  # which data these are, in ascending order (m,)
+    labels: Tensor  # the group of each (m,)
+    directions: Tensor  # u (q, m, C), float64
+    images: Tensor  # A (q·B, P)
+    swept: Tensor  # which are in A already (m,)
+    checksums: Tensor  # A h for a fixed h, summed on the way (q·B,), float64: what A is compared with in the end
+    by_group: bool = False  # the data are visited group by group
+    num_kept: int | None = None  # how many combinations of the groups' actions are retained; None: each by itself
+
+    SUMS: ClassVar[tuple[str, ...]] = ("images", "checksums")
+    """What is summed over data. Of several processes each has its own part of it while a sweep goes on."""
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.images) // len(self.directions)
+
+    @property
+    def is_complete(self) -> bool:
+        return bool(self.swept.all())
+
+    def counted(self) -> Tensor:  # (m,)
+        """Which are in the posterior. Where they come group by group, those of whole groups: an unfinished sum may say
+        more about some input than the finished one, and the variance shall only fall."""
+        if not self.by_group:
+            return self.swept
+        unfinished = torch.zeros(self.num_groups, dtype=torch.bool, device=self.swept.device)
+        unfinished[self.labels[~self.swept]] = True
+        return ~unfinished[self.labels]
+
+    def add(self, items: Tensor, gradients: Tensor, h: Tensor) -> None:
+        """Put the gradients of some of them, (r, q, P), or (q, P) summed over one group, where they belong."""
+        images = self.images.view(len(self.directions), self.num_groups, -1)
+        checksums = self.checksums.view(len(self.directions), -1)
+        if gradients.ndim == 2:
+            images[:, self.labels[items[0]]] += gradients
+            checksums[:, self.labels[items[0]]] += gradients @ h
+        else:
+            images.index_add_(1, self.labels[items], gradients.transpose(0, 1))
+            checksums.index_add_(1, self.labels[items], (gradients @ h).T.double())
+        self.swept[items] = True
+
+
+def epochs_of(num_items: int, number: int, num_data: int) -> float:
+    """A forward pass and a backward pass for each of `number` directions, which is twice as much."""
+    return num_items * (1 + 2 * number) / (3 * num_data)
+
+
+def same_datum(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:  # (m,), (m',) -> (k,), (k,)
+    """All pairs of places at which two ascending lists of rows have the same datum."""
+    first, last = torch.searchsorted(right, left), torch.searchsorted(right, left, right=True)
+    times = last - first
+    i = torch.arange(len(left), device=left.device).repeat_interleave(times)
+    within = torch.arange(len(i), device=left.device) - (times.cumsum(0) - times)[i]
+    return i, first[i] + within
+
+
+def checksum_vector(images: Tensor) -> Tensor:  # (q·B, P) -> (P,)
+    """The h of the checksums: the same random numbers for every pass over the same weights."""
+    drawn = torch.randn(images.shape[1], generator=torch.Generator().manual_seed(0))
+    return drawn.to(images)
+
+
+def group_batches(labels: Tensor, missing: Tensor, batch_size: int) -> list[Tensor]:
+    """The items that are missing, group by group: a group in as few batches as it takes, of nearly the same size."""
+    items = missing.nonzero()[:, 0]
+    items = items[labels[items].argsort(stable=True)]
+    sizes = torch.bincount(labels[items]).tolist() if len(items) else []
+    groups = [whole for whole in items.split(sizes) if len(whole)]
+    return [part for whole in groups for part in whole.tensor_split(-(-len(whole) // batch_size))]
+
+
+def padded(items: Tensor, batch_size: int) -> Tensor:
+    """Filled up with copies to one of a few sizes: convolutions are prepared anew for every size of a batch."""
+    return torch.cat([items, items[:1].expand(padded_size(len(items), batch_size) - len(items))])
+
+
+def padded_size(size: int, batch_size: int) -> int:
+    """A power of two up to `PADDING`, then its multiples: a group of one datum does not cost as much as eight."""
+    whole = -(-size // PADDING) * PADDING if size > PADDING else 2 ** (size - 1).bit_length()
+    return max(size, min(batch_size, whole))
+
+
+def missing_items(data: FixedOrderData, rows: Tensor, swept: Tensor) -> Iterator[tuple[Tensor, Inputs]]:
+    """Those not swept yet, with their inputs, in the order in which the data come."""
+    start = 0
+    for x, _ in data.batches():
+        size = data.num_rows(x)
+        here = ((rows >= start) & (rows < start + size) & ~swept).nonzero()[:, 0]
+        if len(here):
+            yield here, slice_rows(x, rows[here] - start, size)
+        start += size
+
 
 PRODUCTS_AT_ONCE = 2**16  # between directions of the same data, of which there may be more than data
 
@@ -66,13 +175,13 @@ class Actions:
     swept: list[int]  # how much that was, of each pass
     combinations: list[Tensor | None]  # of the groups' actions (groups, actions), pass by pass; None: each by itself
     images: list[Tensor]  # A, pass by pass
-    noise_gram: Tensor  # R (B, B), between those kept
+    noise_gram: Tensor  # R (B, B), between those retained
     kept: Tensor  # which of all are independent (B,)
 
 
 @dataclass(eq=False)
 class Clusters:
-    """The groups of one data set and what has been swept of them: enough to go on, without the data."""
+    """The groups of one data set and what has been swept of them: enough to resume, without the data."""
 
     likelihood: Likelihood  # with unit noise; noise and temperature scale R later
     outputs: Tensor  # f(X; θ*) (N, C), float64
@@ -90,7 +199,7 @@ class Clusters:
         self.likelihood = self.likelihood.for_prior_variance(1e20)
 
     def copy(self) -> Clusters:
-        """To go on with, while this one stays as it is."""
+        """To continue with, while this one stays as it is."""
         return replace(
             self,
             passes=list(self.passes),
@@ -152,7 +261,7 @@ class Clusters:
         num_groups = -(-num_actions // number)
         is_chosen = not self.passes and has_choice(self.likelihood, number, num_actions // number, len(self.outputs))
         if is_chosen:
-            rows, directions = worth_looking(self.likelihood, self.outputs, number, num_groups, self.generator)
+            rows, directions = first_directions(self.likelihood, self.outputs, number, num_groups, self.generator)
         else:
             rows, directions = torch.arange(len(self.outputs), device=self.outputs.device), self.directions(number)
         is_enough = max_epochs is None or epochs_of(len(rows), number, len(self.outputs)) <= max_epochs + 1e-9
@@ -231,7 +340,7 @@ class Clusters:
         self.latest = None
 
     def summed(self) -> Clusters:
-        """As if the sweep that is going on were finished; it goes on from what it has."""
+        """As if the current sweep were finished; it continues from what it has."""
         if parallel.num_processes() == 1:
             return self
         *done, last = self.passes
@@ -267,7 +376,7 @@ class Clusters:
         return torch.block_diag(*blocks)[found.kept][:, found.kept]
 
     def keep_all(self) -> None:
-        """Of a pass that is cut short each group stays as it is: what is made of all of them later might say less about
+        """Of an unfinished pass each group stays as it is: what is made of all of them later might say less about
         some input than these do, and the variance shall only fall."""
         self.passes[-1].num_kept = self.latest = None
 
@@ -320,7 +429,7 @@ class Clusters:
     def _actions(self) -> Actions:
         swept = [int(done.swept.sum()) for done in self.passes]
         if self.latest is None or self.latest.swept != swept:
-            gram, sizes, found = self.noise_gram(), self._sizes(), []
+            gram, sizes, found = self.noise_gram(), [len(done.images) for done in self.passes], []
             for i, own in enumerate(gram.split(sizes)):
                 found.append(self._combined(i, own.split(sizes, 1)[i]))
             combinations, images = map(list, zip(*found, strict=True))
@@ -330,9 +439,6 @@ class Clusters:
             self.latest = Actions(swept, combinations, images, gram, kept)
         return self.latest
 
-    def _sizes(self) -> list[int]:
-        return [len(done.images) for done in self.passes]
-
     def _combined(self, index: int, noise: Tensor) -> tuple[Tensor | None, Tensor]:  # R (B_i, B_i)
         """What to keep of one pass, and its images; None: the actions of its groups, as also while they are swept."""
         done = self.passes[index]
@@ -341,7 +447,13 @@ class Clusters:
         if index not in self.combined:
             images = done.images.T
             best = best_combinations(noise, inner_products(images, images), done.num_kept, len(done.directions))
-            self.combined[index] = best, done.images if best is None else _products(best.T, done.images)
+            combined = done.images
+            if best is not None:  # summed in float64, some weights at a time
+                combined = combined.new_empty(best.shape[1], combined.shape[1])
+                step = rows_at_once(len(done.images))
+                for part, place in zip(done.images.split(step, 1), combined.split(step, 1), strict=True):
+                    place.copy_(best.T @ part.double())
+            self.combined[index] = best, combined
         return self.combined[index]
 
     def spread(self, contributions: Tensor) -> Tensor:  # (b, all groups) -> (b, N)
@@ -355,12 +467,3 @@ class Clusters:
             result.index_add_(1, done.rows, part[:, done.labels] * (share / size[done.labels].clamp_min(1e-300)))
             start += done.num_groups
         return result
-
-
-def _products(coefficients: Tensor, images: Tensor) -> Tensor:  # (actions, groups), (groups, P) -> (actions, P)
-    """Summed in float64, some weights at a time."""
-    combined = images.new_empty(len(coefficients), images.shape[1])
-    step = rows_at_once(len(images))
-    for part, found in zip(images.split(step, 1), combined.split(step, 1), strict=True):
-        found.copy_(coefficients @ part.double())
-    return combined

@@ -12,7 +12,7 @@ generator, so that a draw which is not frozen would look as if it were.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -21,9 +21,21 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe
 
-from ntk_iterncgp.data.augmentation import FrozenReader, WorkerInit, Wraps, key_of, random_state, seed_from, undisturbed
-from ntk_iterncgp.data.inputs import Inputs, equal, slice_rows
-from ntk_iterncgp.data.order import FixedBatches, MapStyle, as_it_is
+from ntk_iterncgp.data.order import (
+    FixedBatches,
+    FrozenReader,
+    Inputs,
+    MapStyle,
+    WorkerInit,
+    Wraps,
+    as_it_is,
+    equal,
+    key_of,
+    random_state,
+    seed_from,
+    slice_rows,
+    undisturbed,
+)
 
 TRIAL_KEY = 1  # not that of a sweep: what depends on the seed of its worker shall come out different
 NUM_MIXES, MIX_ROWS = 8, 8
@@ -94,9 +106,7 @@ class WatchedStream(Wraps, IterableDataset):
             return batch, not before.is_that_of(random_state()), len(items)
 
 
-def examine(
-    batches: FixedBatches | Sequence[Any], split: Callable[[Any], Pair], num_rows: Callable[[Inputs], int]
-) -> Findings:
+def examine(batches: FixedBatches, split: Callable[[Any], Pair], num_rows: Callable[[Inputs], int]) -> Findings:
     """Read the first batch as often as it takes.
 
     Args:
@@ -105,15 +115,11 @@ def examine(
         num_rows: Says how many data some inputs hold.
 
     Returns:
-        What was found. Nothing is read of plain tensors, and of batches that are in memory.
+        What was found.
     """
-    if not isinstance(batches, FixedBatches):
-        return Findings()
     if batches.source is None:
         return _examine_stream(batches.iterable)
     source = batches.source
-    if source.tensors is not None:
-        return Findings()
     indices = next(iter(source.batches))
     key = key_of(*indices) if source.is_batched else key_of(indices)
     requests = [Request(indices, key), Request(indices, key, watch=True)]

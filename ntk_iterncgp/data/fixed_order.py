@@ -1,32 +1,97 @@
 """The training data, the same rows in the same order on every sweep.
 
 K = J Λ⁻¹ Jᵀ is only a matrix if its rows stay where they are. A loader that shuffles is drawn from once, and its
-batches are then walked in that order; random augmentation is frozen (`frozen.py`); a model is put in eval mode for the
+batches are then walked in that order; random augmentation is frozen (`order.py`); a model is put in eval mode for the
 time of a sweep. Whatever still changes from one sweep to the next (augmentation that cannot be frozen, dropout that
-ignores eval mode, batch statistics) would make every product inconsistent with the others: `probe.py` looks for it.
+ignores eval mode, batch statistics) would make every product inconsistent with the others: `Probe` looks for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset, default_collate
 
-from ntk_iterncgp.data.cache import Kept, worth_keeping
 from ntk_iterncgp.data.determinism import Findings, examine
-from ntk_iterncgp.data.inputs import Inputs, slice_rows, to_device
-from ntk_iterncgp.data.order import FixedBatches, TrainingDataWarning, in_fixed_order
+from ntk_iterncgp.data.order import (
+    FixedBatches,
+    Inputs,
+    MapStyle,
+    TrainingDataWarning,
+    equal,
+    in_fixed_order,
+    slice_rows,
+    to_device,
+    warn_once,
+)
 from ntk_iterncgp.runtime import parallel
-from ntk_iterncgp.runtime.autocast import full_precision
-from ntk_iterncgp.runtime.threads import enter_eval_mode, leave_eval_mode, together
 
-__all__ = ["FixedOrderData", "Inputs", "TrainingDataWarning", "evaluating", "slice_rows", "to_device"]
+
+class Cache:
+    """Fills up during a sweep, batch by batch."""
+
+    def __init__(self, num_data: int, max_bytes: int) -> None:
+        self.num_data, self.max_bytes = num_data, max_bytes
+        self._first: list[Tensor] | None = None
+        self._tensors: list[Tensor] = []
+        self._filled = 0
+
+    def add(self, batch: Any) -> bool:
+        """False for a batch that cannot be cached, and then none can."""
+        if not isinstance(batch, (list, tuple)) or not all(map(_is_rows, batch)):
+            return False
+        if self._first is None:  # alone it may be a probe, for which nothing shall be set aside
+            self._first = list(batch)
+            size = sum(part.numel() * part.element_size() for part in batch)
+            return size * self.num_data <= self.max_bytes * max(1, len(batch[0]))
+        if not self._tensors:
+            self._tensors = [part.new_empty(self.num_data, *part.shape[1:]) for part in self._first]
+            self._put(self._first)
+        return self._put(batch)
+
+    def _put(self, batch: Any) -> bool:
+        stop = self._filled + len(batch[0])
+        for whole, part in zip(self._tensors, batch, strict=True):
+            if len(part) != stop - self._filled or stop > self.num_data or part.shape[1:] != whole.shape[1:]:
+                return False
+            whole[self._filled : stop] = part
+        self._filled = stop
+        return True
+
+    @property
+    def is_complete(self) -> bool:
+        return 0 < self._filled == self.num_data
+
+    def as_source(self, like: MapStyle) -> tuple[FixedBatches, MapStyle]:
+        """The same batches, and the same data in any order, from memory: with the draw of the sweep that was cached."""
+        rows = range(self.num_data)
+        settings = {"num_workers": 0, "collate_fn": default_collate, "pin_memory": like.settings["pin_memory"]}
+        batches = BatchSampler(rows, like.batch_size, drop_last=False)
+        source = MapStyle(TensorDataset(*self._tensors), settings, batches, like.batch_size, rows)
+        return FixedBatches(source.read(batches), len(batches), source), source
+
+
+def worth_caching(source: MapStyle | None) -> bool:
+    """What is in memory already is not."""
+    if source is None or source.settings["collate_fn"] is not default_collate:
+        return False
+    dataset = source.dataset
+    while hasattr(dataset, "dataset"):  # a part of another
+        dataset = dataset.dataset
+    return type(dataset) is not TensorDataset
+
+
+def _is_rows(part: Any) -> bool:
+    return isinstance(part, Tensor) and part.ndim > 0 and part.device.type == "cpu"
+
+
+__all__ = ["FixedOrderData", "Inputs", "TrainingDataWarning", "slice_rows", "to_device"]
 
 
 class FixedOrderData:
@@ -45,7 +110,7 @@ class FixedOrderData:
         source = self._batches.source if isinstance(self._batches, FixedBatches) else None
         self._source = source if source is not None and source.indices else None  # what can be visited in any order
         self.dataset = getattr(loader, "dataset", loader)
-        self.keep_bytes = 0  # how much may be kept of a first sweep
+        self.keep_bytes = 0  # how many bytes of a first sweep may be cached
 
     def __len__(self) -> int:
         """The number of batches."""
@@ -58,15 +123,15 @@ class FixedOrderData:
 
     def batches(self) -> Iterator[tuple[Inputs, Tensor]]:
         """One sweep, on the device."""
-        source, kept = self._source, None
-        if source is not None and self.keep_bytes and worth_keeping(source):
-            kept = Kept(len(source.indices), self.keep_bytes)
+        source, cached = self._source, None
+        if source is not None and self.keep_bytes and worth_caching(source):
+            cached = Cache(len(source.indices), self.keep_bytes)
         for batch in self._batches:
-            if kept is not None and not kept.add(batch):
-                kept = None
+            if cached is not None and not cached.add(batch):
+                cached = None
             yield self.split(batch)
-        if source is not None and kept is not None and kept.is_complete:
-            self._batches, self._source = kept.as_source(source)
+        if source is not None and cached is not None and cached.is_complete:
+            self._batches, self._source = cached.as_source(source)
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -136,14 +201,15 @@ class FixedOrderData:
         if isinstance(batch, Mapping):
             if self.dict_key_y not in batch:
                 raise ValueError(
-                    f"A batch that is a mapping is expected to hold targets under {self.dict_key_y!r} (dict_key_y), "
-                    f"but this one has the keys {sorted(map(str, batch))}. Set dict_key_y to the right one."
+                    f"A batch that is a mapping must have targets under {self.dict_key_y!r} (dict_key_y); got the keys "
+                    f"{sorted(map(str, batch))}. Try dict_key_y with one of these."
                 )
-            return to_device(batch, self.device), to_device(batch[self.dict_key_y], self.device)
+            moved = to_device(batch, self.device)
+            return moved, moved[self.dict_key_y]
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise ValueError(
-                f"Each batch is expected to be a pair (x, y) or a mapping, but got {type(batch).__name__}"
-                f"{f' of length {len(batch)}' if isinstance(batch, (tuple, list)) else ''}."
+                f"Each batch must be a pair (x, y) or a mapping; got {type(batch).__name__}"
+                f"{f' of length {len(batch)}' if isinstance(batch, (tuple, list)) else ''}. Try another collate_fn."
             )
         return to_device(batch[0], self.device), to_device(batch[1], self.device)
 
@@ -164,8 +230,12 @@ class FixedOrderData:
 
     @cached_property
     def findings(self) -> Findings:
-        """What reading the first batch a few times says about the data."""
-        return examine(self._opened, self.split, self.num_rows)
+        """What reading the first batch a few times says about the data. Plain tensors, and batches that are in memory,
+        need not be read."""
+        batches = self._opened
+        if not isinstance(batches, FixedBatches) or (batches.source is not None and batches.source.tensors is not None):
+            return Findings()
+        return examine(batches, self.split, self.num_rows)
 
     def visit(self, batches: Sequence[Tensor]) -> Iterator[tuple[Inputs, Tensor]]:
         """Batches of chosen rows, given by their numbers in the fixed order, read straight from the dataset."""
@@ -213,9 +283,119 @@ def _of_one_width(blocks: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(block[:, :0] if is_ragged else block for block, is_ragged in zip(blocks, ragged, strict=True))
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode, in full precision; each module's own flag comes back afterwards, whatever happens."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    with together(model, partial(enter_eval_mode, model), leave_eval_mode), full_precision(device):
-        yield
+# --- the first batch --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class FirstBatch:
+    """The first inputs, the network's outputs there (b, C), and the number of all data, if known.
+
+    By these a later call recognises the data of the fit.
+    """
+
+    inputs: Inputs
+    outputs: Tensor
+    num_items: int | None
+
+    def check_same(self, other: FirstBatch) -> None:
+        """Actions are sums over numbered data: other data, or another order, would make nonsense of them."""
+        rows = min(len(self.outputs), len(other.outputs))
+        same = torch.allclose(self.outputs[:rows], other.outputs[:rows], rtol=1e-3, atol=1e-4)
+        if not same or (None not in (self.num_items, other.num_items) and self.num_items != other.num_items):
+            found = f"{other.num_items} data instead of {self.num_items}" if same else "other data, or another order"
+            raise ValueError(
+                f"refine must be given the data of the fit in the same order; got {found}. Try the loader of the fit; "
+                "where it draws its data at random, fit again with shuffle=False."
+            )
+
+
+class Probe:
+    """Checks data and model in eval mode, then what the model returns for the first batch."""
+
+    def __init__(self, model: nn.Module, data: FixedOrderData) -> None:
+        self.model, self.data = model, data
+        self.inputs = _first_inputs(data)
+        training = [name or type(module).__name__ for name, module in model.named_modules() if module.training]
+        if training:
+            raise ValueError(
+                f"The model must be in eval mode after model.eval(); got modules that stay in train mode: "
+                f"{', '.join(training[:5])}. Try a train() method that obeys."
+            )
+        self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    @torch.no_grad()
+    def check(self, forward: Callable[[Inputs], Tensor], outputs: Tensor | None = None) -> FirstBatch:
+        """Pass the first batch twice, and its first row alone.
+
+        Args:
+            forward: the function whose outputs are checked.
+            outputs: what it has returned for the first batch, if it was asked before.
+
+        Returns:
+            The first batch, with its outputs.
+        """
+        outputs = forward(self.inputs) if outputs is None else outputs
+        repeated = forward(self.inputs)
+        try:
+            alone = forward(slice_rows(self.inputs, slice(0, 1), self.data.num_rows(self.inputs)))
+        except ValueError:  # batch statistics of a single datum
+            alone = torch.full_like(outputs[:1], torch.inf)
+        changed = [name for name, buffer in self.model.named_buffers() if not torch.equal(buffer, self._buffers[name])]
+        if changed:
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(self._buffers[name])
+            raise ValueError(
+                f"A forward pass in eval mode must leave the model as it is; got changed buffers: "
+                f"{', '.join(changed[:5])}. Try BatchNorm in eval mode."
+            )
+        if not bool(torch.isfinite(outputs).all()):
+            raise ValueError(
+                "The model must return finite outputs; got NaN or infinity on the first batch. Try smaller inputs, and "
+                "check its weights."
+            )
+        if not torch.equal(outputs, repeated):
+            raise ValueError(
+                "Two forward passes on the same batch must agree; got outputs that differ by up to "
+                f"{float((outputs - repeated).abs().max()):.2g}. Try it without dropout and other noise in eval mode."
+            )
+        error = float((outputs[:1] - alone).abs().max())
+        if error > 1e-3 * float(outputs.abs().max()) + 1e-6:
+            raise ValueError(
+                f"Each output must depend on its own input alone; got a first one that changed by {error:.2g} when the "
+                "rest of its batch was left out. Try BatchNorm with running statistics."
+            )
+        return FirstBatch(self.inputs, outputs, self.data.num_items)
+
+
+def _first_inputs(data: FixedOrderData) -> Inputs:
+    """Those of the first batch, if it can be had again. Reports random augmentation, which is then frozen."""
+    first = next(data.batches(), None)
+    if first is None:
+        raise ValueError(
+            "The training data must give their batches on every sweep; got none. Try a dataset that can be walked more "
+            "than once."
+        )
+    found = data.findings
+    again = next(data.batches(), None) if found.batch is None else data.split(found.batch)
+    if not found.repeats or again is None or not equal(first, again):
+        raise ValueError(
+            "The training data must be the same on every sweep; got a first batch that came out different the second "
+            "time. Random augmentation is frozen where it draws from the global generators of torch (on the CPU), "
+            "numpy and Python's random; here it draws from a generator of its own, or something else changes. Try "
+            "the global generators, data without augmentation, or, for a stream, a fixed order."
+        )
+    if found.mixes:
+        raise ValueError(
+            "Each row of a batch must depend on its own datum alone; got other rows for the same data when the rest of "
+            "their batch was exchanged. Try a collate_fn that does not mix data, as mixup, cutmix and statistics of a "
+            "batch do."
+        )
+    if found.is_random and parallel.rank() == 0:
+        warn_once(
+            data.dataset,
+            "The training data are drawn at random (augmentation, or the order of a stream). The draw is frozen: every "
+            "sweep, also that of `refine`, sees the same one copy of each datum, whatever the workers. Try data "
+            "without augmentation for the posterior of the data as they are; to silence this, filter the category "
+            "ntk_iterncgp.data.fixed_order.TrainingDataWarning.",
+        )
+    return first[0]

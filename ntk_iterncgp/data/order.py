@@ -6,13 +6,18 @@ a batch of them on every sweep. Random augmentation is frozen on the way (`froze
 
 from __future__ import annotations
 
+import random
+import threading
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from hashlib import blake2b
+from operator import index
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import (
@@ -27,9 +32,228 @@ from torch.utils.data import (
     SubsetRandomSampler,
     TensorDataset,
     default_collate,
+    get_worker_info,
 )
 
-from ntk_iterncgp.data.augmentation import SWEEP_KEY, FrozenReader, WorkerInit, frozen_sweep, seed_from, undisturbed
+Inputs = Any  # a tensor, or a mapping of tensors and other things
+
+
+def slice_rows(x: Inputs, part: slice | Tensor, num_rows: int) -> Inputs:
+    """Some rows of a batch; items of a mapping that do not have one entry per datum are passed on whole."""
+    if not isinstance(x, Mapping):
+        return x[part]
+    sliced = {
+        key: value[part] if isinstance(value, Tensor) and value.ndim and len(value) == num_rows else value
+        for key, value in x.items()
+    }
+    kind: Any = type(x)
+    return kind(sliced)  # a mapping of the same kind: models may read it by attribute
+
+
+def to_device(x: Inputs, device: torch.device) -> Inputs:
+    """The inputs where the model is; as in training, data may come from another device."""
+    if isinstance(x, Mapping):
+        kind: Any = type(x)
+        return kind({key: to_device(value, device) for key, value in x.items()})
+    if not isinstance(x, Tensor):
+        return x
+    if x.is_meta and device.type != "meta":
+        raise ValueError(
+            f"The data must have values, to be moved to the model's device {device}; got a tensor on the meta device, "
+            "which has a shape and no values. Try to load the data on a real device."
+        )
+    return x.to(device)
+
+
+def equal(a: Inputs, b: Inputs) -> bool:
+    """Whether two batches hold the same numbers, where NaN is the same as NaN; what is no number is not compared."""
+    if isinstance(a, Tensor):
+        if not isinstance(b, Tensor) or a.shape != b.shape:
+            return False
+        return bool(((a == b) | ((a != a) & (b != b))).all())
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return True
+
+
+SWEEP_KEY = 0
+_lock = threading.RLock()  # the generators are those of all threads
+
+
+class RandomState(NamedTuple):
+    """The state of the global generators, and of others."""
+
+    torch: Tensor
+    python: Any
+    numpy: Any
+    own: list[Tensor]
+
+    def is_that_of(self, other: RandomState) -> bool:
+        return (
+            torch.equal(self.torch, other.torch)
+            and self.python == other.python
+            and all(map(np.array_equal, self.numpy, other.numpy))
+            and all(map(torch.equal, self.own, other.own))
+        )
+
+
+def random_state(own: Sequence[torch.Generator] = ()) -> RandomState:
+    return RandomState(
+        torch.get_rng_state(), random.getstate(), np.random.get_state(), [generator.get_state() for generator in own]
+    )
+
+
+def set_random_state(state: RandomState, own: Sequence[torch.Generator] = ()) -> None:
+    torch.set_rng_state(state.torch)
+    random.setstate(state.python)
+    np.random.set_state(state.numpy)
+    for generator, its_state in zip(own, state.own, strict=True):
+        generator.set_state(its_state)
+
+
+@contextmanager
+def undisturbed(own: Sequence[torch.Generator] = ()) -> Iterator[None]:
+    """Put the random state back afterwards, whatever happens; one thread at a time.
+
+    Not in a worker: its random numbers are nobody's, and it may have been forked while a thread held the lock.
+    """
+    if get_worker_info() is not None:
+        yield
+        return
+    with _lock:
+        before = random_state(own)
+        try:
+            yield
+        finally:
+            set_random_state(before, own)
+
+
+def seed_from(key: int) -> None:
+    """Seed the global generators. `torch.manual_seed` would seed those of all devices, which takes 25 times as long."""
+    torch.default_generator.manual_seed(key)
+    random.seed(key)
+    np.random.seed(key % 2**32)
+
+
+def key_of(*indices: Any) -> int:
+    """A seed for some indices of a dataset, of any kind; not by `hash`, which differs between processes."""
+    return int.from_bytes(blake2b(repr([_plain(i) for i in indices]).encode(), digest_size=8).digest(), "big") >> 1
+
+
+def _plain(i: Any) -> Any:
+    """The whole number that an index is: samplers also give those of numpy, and tensors."""
+    try:
+        return index(i)
+    except TypeError:
+        return i
+
+
+class Wraps:
+    """Stands for a dataset of the user's in a loader."""
+
+    dataset: Any
+
+
+@dataclass(frozen=True)
+class WorkerInit:
+    """The user's `worker_init_fn`, to which `get_worker_info().dataset` is the user's own dataset: it may open files
+    there, or choose a part of the data."""
+
+    function: Callable[[int], None] | None
+
+    def __call__(self, worker_id: int) -> None:
+        info = get_worker_info()
+        if info is not None and isinstance(info.dataset, Wraps):
+            object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen
+        if self.function is not None:
+            self.function(worker_id)
+
+
+class FrozenReader(Wraps, Dataset):
+    """Batches of a map-style dataset, read and collated with frozen random numbers.
+
+    Args:
+        dataset: The user's dataset.
+        collate_fn: Makes a batch of a list of items; of one item where the loader does not batch.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any]) -> None:
+        self.dataset, self.collate_fn = dataset, collate_fn
+        self._reads_batches = _reads_batches(dataset)
+        self._is_random = False  # of a dataset that reads batches: found on the way
+
+    def __getitem__(self, i: Any) -> Any:
+        """An item, where the loader does not batch."""
+        with undisturbed():
+            return self.collated(self._item(i), key_of(i))
+
+    def __getitems__(self, batch: Sequence[Any]) -> Any:
+        """A whole batch, collated."""
+        with undisturbed():
+            return self.collated(self.items(batch), key_of(*batch))
+
+    def items(self, batch: Sequence[Any]) -> Sequence[Any]:
+        """The items of a batch, each with a seed of its own; all at once if the dataset does that and draws nothing."""
+        if self._reads_batches and not self._is_random:
+            items, self._is_random = self.items_at_once(batch)
+            if not self._is_random:
+                return items
+        return [self._item(i) for i in batch]
+
+    def items_at_once(self, batch: Sequence[Any]) -> tuple[Sequence[Any], bool]:
+        """The items as torch's own loader reads them, and whether random numbers were drawn for them."""
+        seed_from(key_of(*batch))
+        before = random_state()
+        items = self.dataset.__getitems__(batch) if self._reads_batches else [self.dataset[i] for i in batch]
+        return items, not before.is_that_of(random_state())
+
+    def collated(self, items: Any, key: int) -> Any:
+        """A batch of items, or one item where the loader does not batch."""
+        seed_from(key)
+        return self.collate_fn(items)
+
+    def _item(self, i: Any) -> Any:
+        seed_from(key_of(i))
+        if not self._reads_batches:
+            return self.dataset[i]
+        items = self.dataset.__getitems__([i])
+        if not isinstance(items, (list, tuple)) or len(items) != 1:
+            raise ValueError(
+                "`__getitems__` of a dataset with random augmentation must return a list with one item for each index, "
+                f"so that each can have a seed of its own; got {type(items).__name__} for one index. Try a "
+                "`__getitem__` instead, or a dataset without augmentation."
+            )
+        return items[0]
+
+
+def _reads_batches(dataset: Any) -> bool:
+    """Whether a dataset has its own way to read several items at once; a `Subset` has that of the whole."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return callable(getattr(dataset, "__getitems__", None))
+
+
+def frozen_sweep(iterable: Iterable[Any], own: Sequence[torch.Generator] = ()) -> Iterator[Any]:
+    """One sweep over data that only come in order, with random numbers from a fixed seed: all sweeps are the same.
+
+    Args:
+        iterable: A loader or a sequence of batches; torch seeds its workers from the global generator.
+        own: Generators of the loader itself, which start each sweep where the caller left them.
+    """
+    with undisturbed(own):
+        seed_from(SWEEP_KEY)
+        iterator, state = iter(iterable), random_state(own)
+    while True:
+        with undisturbed(own):
+            set_random_state(state, own)
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            state = random_state(own)
+        yield batch
 
 
 class TrainingDataWarning(UserWarning):
@@ -54,8 +278,14 @@ class MapStyle:
 
     @property
     def tensors(self) -> TensorsAtOnce | None:
-        """The data, where they are plain tensors: then nothing about them is random."""
-        return _tensors_of(self.dataset) if self.is_batched and not self.collates_by_itself else None
+        """The data, where they are plain tensors: then nothing about them is random. A subclass may do anything."""
+        dataset: Any = self.dataset
+        indices: Tensor | None = None
+        if not self.is_batched or self.collates_by_itself:
+            return None
+        if type(dataset) is Subset:
+            dataset, indices = dataset.dataset, torch.as_tensor(dataset.indices)
+        return TensorsAtOnce(dataset.tensors, indices) if type(dataset) is TensorDataset else None
 
     def read(self, batches: Any) -> DataLoader:
         """A loader of these batches, with frozen random numbers. Tensors are indexed by a whole batch: datum by datum
@@ -97,8 +327,8 @@ def in_fixed_order(loader: DataLoader | Sequence[Any]) -> FixedBatches | Sequenc
     if not isinstance(loader, DataLoader):
         if not isinstance(loader, Sequence):
             raise TypeError(
-                f"The training data are expected as a torch DataLoader or a list of batches, since they are swept "
-                f"several times, but got {type(loader).__name__}."
+                f"The training data must be a torch DataLoader or a list of batches, to be swept several times; "
+                f"got {type(loader).__name__}. Try list(batches)."
             )
         return _nonempty(loader if isinstance(loader, (list, tuple)) else FixedBatches(loader, len(loader)))
     if isinstance(loader.dataset, IterableDataset) or type(loader).__iter__ is not DataLoader.__iter__:
@@ -117,8 +347,8 @@ def _stream(loader: DataLoader) -> FixedBatches:
     length = _length_of(loader)
     if length is None:
         raise ValueError(
-            "An IterableDataset is expected to know its length, so that costs can be told and rows be numbered, "
-            "but this one does not. Give it a __len__, or use a map-style dataset."
+            "An IterableDataset must know its length, so that costs can be estimated and rows be numbered; got one "
+            "without. Try to give it a __len__, or a map-style dataset."
         )
     return _nonempty(FixedBatches(loader, length))
 
@@ -191,15 +421,6 @@ class TensorsAtOnce(Dataset):
         return [tensor[rows.to(tensor.device)] for tensor in self._tensors]
 
 
-def _tensors_of(dataset: Any) -> TensorsAtOnce | None:
-    """None for what may do more than index: a subclass may do anything."""
-    if type(dataset) is TensorDataset:
-        return TensorsAtOnce(dataset.tensors, None)
-    if type(dataset) is Subset and type(dataset.dataset) is TensorDataset:
-        return TensorsAtOnce(dataset.dataset.tensors, torch.as_tensor(dataset.indices))
-    return None
-
-
 def as_it_is(batch: Any) -> Any:
     return batch
 
@@ -213,11 +434,11 @@ def _length_of(data: Any) -> int | None:
 
 def _nonempty(batches: Any) -> Any:
     if len(batches) == 0:
-        raise ValueError("The training data are expected to hold at least one batch, but the loader is empty.")
+        raise ValueError("The training data must hold at least one batch; got an empty loader. Try other data.")
     return batches
 
 
-# --- what the user is told ----------------------------------------------------------------------------------------
+# --- warnings ----------------------------------------------------------------------------------------------------
 
 
 def _report_drop_last(dataset: Any, batch_size: int | None, num_data: int | None, *, is_overruled: bool) -> None:

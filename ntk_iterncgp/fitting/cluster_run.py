@@ -1,7 +1,7 @@
 """The one-epoch posterior as a run: a forward sweep, the groups, one backward sweep; then as many passes as are asked.
 
 The meter needs tr(W K), which is known before the backward sweep begins, so it can be read on the way. Stopped at any
-time, by Ctrl-C or by a budget, the posterior is that of the data swept so far, and `refine` goes on with the rest.
+time, by Ctrl-C or by a budget, the posterior is that of the data swept so far, and `refine` resumes with the rest.
 
 Several processes take turns with the batches. States come after each round, when all have done as many.
 """
@@ -11,20 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Mapping
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ntk_iterncgp.clusters.clusters import Clusters
+from ntk_iterncgp.clusters.clusters import Clusters, Pass, epochs_of
 from ntk_iterncgp.clusters.grouping import batch_features
-from ntk_iterncgp.clusters.passes import epochs_of
 from ntk_iterncgp.data.fixed_order import Inputs
-from ntk_iterncgp.fitting.cluster_state import ClusterState, ForwardState, PassPosition, read_meter, weight_posterior
-from ntk_iterncgp.fitting.drive import Budget, Run, Stage, Trajectory, drive
-from ntk_iterncgp.fitting.fingerprints import batch_digests, checked_digests
-from ntk_iterncgp.fitting.linearised import (
+from ntk_iterncgp.fitting.drive import Budget, Run, Stage, Trajectory, drive, interruptible
+from ntk_iterncgp.fitting.network import (
     LinearisedNetwork,
     NetworkFit,
     NetworkSettings,
@@ -35,10 +32,229 @@ from ntk_iterncgp.fitting.network_check import check_posterior, checked_passes, 
 from ntk_iterncgp.fitting.report import FitReport, Record, from_table, to_table
 from ntk_iterncgp.likelihoods.base import CurvatureAt
 from ntk_iterncgp.persistence.checkpoint import UNSAVED, CheckpointSession
-from ntk_iterncgp.priors.ntk import NTKPrior
+from ntk_iterncgp.persistence.fingerprint import batch_digests, checked_digests
+from ntk_iterncgp.posterior.weight_space import WeightPosterior
+from ntk_iterncgp.priors.rows import curvature_diagonal, plan_trace
 from ntk_iterncgp.runtime import parallel
-from ntk_iterncgp.runtime.interrupt import interruptible
 from ntk_iterncgp.solver.stopping import Status
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardState:
+    """What the forward sweep has seen: outputs, targets, features and, if saved, digests of each batch, one by one."""
+
+    batches: list[tuple[Tensor, ...]] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Batch by batch."""
+        return {"look": self.batches, "data": torch.cat([batch[3].cpu() for batch in self.batches])}
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any], device: torch.device) -> ForwardState:
+        """What was saved, after a check of its shapes."""
+        parts = [(batch, len(batch[0])) for batch in saved["look"]]
+        seen = [tuple(_checked(part, "a batch", None, device, rows) for part in batch) for batch, rows in parts]
+        if any(len(batch) != 4 or batch[0].ndim != 2 or batch[2].ndim != 2 for batch in seen):
+            raise ValueError("batches of other things")
+        return cls(seen)
+
+
+@dataclass(frozen=True)
+class PassPosition:
+    """How far a call is in its current pass."""
+
+    rank: int  # of the posterior when the pass began
+    was_cut_short: bool  # the pass was begun in an earlier call
+    missing: int  # of its data, when this call began
+    done: int = 0  # of these
+    readings: int = 0  # of the meter, on the way
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the pass is done, and the next one may begin."""
+        return self.done == self.missing
+
+
+@dataclass(frozen=True, eq=False)
+class ClusterState:
+    """The groups with what has been swept of them, and counters. The images of the current pass are summed in place."""
+
+    clusters: Clusters
+    curvature_diagonal: Tensor  # of JᵀWJ (P,)
+    trace_is_exact: bool
+    epochs: float  # of the fit and all that followed
+    digests: Tensor | None = None  # of the data (N,), where they are saved
+    passes: int = 0  # done in this call
+    position: PassPosition | None = None  # None: at the start of a call, and after its end
+    is_reading_due: bool = False  # of the meter
+
+    def to_dict(self) -> dict[str, Any]:
+        """All but what can be computed again without the data."""
+        clusters, position = self.clusters, {} if self.position is None else asdict(self.position)
+        return {
+            "outputs": clusters.outputs,
+            "targets": clusters.targets,
+            "features": clusters.features,
+            "generator": clusters.generator.get_state(),
+            "passes": [{f.name: getattr(done, f.name) for f in fields(Pass)} for done in clusters.passes],
+            "noise_blocks": _listed(clusters.noise_blocks),
+            "curvature_diagonal": self.curvature_diagonal,
+            "trace_is_exact": self.trace_is_exact,
+            "epochs": self.epochs,
+            "turn": {"passes": self.passes, "missing": None, **position},
+            "data": self.digests,
+        }
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any], network: LinearisedNetwork) -> ClusterState:
+        """What was saved, after a check that it can be of this network."""
+        device = network.jacobian.device
+        outputs = _checked(saved["outputs"], "outputs", torch.float64, device)
+        N, C = outputs.shape
+        generator = torch.Generator()
+        generator.set_state(saved["generator"])
+        likelihood = network.likelihood(outputs, noise=1.0)
+        targets = _checked(saved["targets"], "targets", None, device, N)
+        clusters = Clusters(
+            likelihood,
+            outputs,
+            checked_targets(likelihood, outputs, targets),
+            _checked(saved["features"], "features", torch.float32, device, N),
+            generator,
+            [_pass(done, network, (N, C)) for done in saved["passes"]],
+            _blocks(saved["noise_blocks"], device),
+        )
+        return cls(
+            clusters,
+            _checked(saved["curvature_diagonal"], "the diagonal", torch.float64, device, network.jacobian.num_params),
+            bool(saved["trace_is_exact"]),
+            float(saved["epochs"]),
+            saved["data"],
+            _count(saved["turn"]["passes"]),
+            _position(saved["turn"]),
+        )
+
+
+def _position(saved: Mapping[str, Any]) -> PassPosition | None:
+    if saved["missing"] is None:
+        return None
+    counts = {name: _count(saved[name]) for name in ("rank", "missing", "done", "readings")}
+    return PassPosition(was_cut_short=bool(saved["was_cut_short"]), **counts)
+
+
+def _pass(saved: Mapping[str, Any], network: LinearisedNetwork, shape: tuple[int, int]) -> Pass:
+    device, dtype = network.jacobian.device, network.jacobian.dtype
+    moved: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in saved.items()}
+    N, C = shape
+    done = Pass(**{"rows": torch.arange(N, device=device), **moved})  # before version 2 a pass had all data, each once
+    m = len(done.rows)
+    _checked(done.rows, "rows", torch.int64, device, m)
+    _checked(done.labels, "labels", torch.int64, device, m)
+    _checked(done.swept, "swept", torch.bool, device, m)
+    _checked(done.directions, "directions", torch.float64, device, len(done.directions), m, C)
+    _checked(done.images, "images", dtype, device, len(done.images), network.jacobian.num_params)
+    _checked(done.checksums, "checksums", torch.float64, device, len(done.images))
+    if not bool(((done.labels >= 0) & (done.labels < done.num_groups)).all()):
+        raise ValueError("a group that does not exist")
+    if not bool(((done.rows >= 0) & (done.rows < N)).all() & (done.rows.diff() >= 0).all()):
+        raise ValueError("data that do not exist, or in another order")
+    if type(done.by_group) is not bool or not (done.num_kept is None or _count(done.num_kept) >= 1):
+        raise ValueError("a number of actions that cannot be")
+    return done
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError("counters that do not count")
+    return value
+
+
+def _listed(blocks: Mapping[tuple[int, int], Tensor]) -> list[dict[str, Any]]:
+    """Blocks of a small matrix. Computed anew from the same images they might differ in the last bit."""
+    return [{"i": i, "j": j, "block": block} for (i, j), block in blocks.items()]
+
+
+def _blocks(saved: list[Mapping[str, Any]], device: torch.device) -> dict[tuple[int, int], Tensor]:
+    return {(int(b["i"]), int(b["j"])): _checked(b["block"], "a block", torch.float64, device) for b in saved}
+
+
+def _checked(value: Tensor, name: str, dtype: torch.dtype | None, device: torch.device, *shape: int) -> Tensor:
+    if tuple(value.shape[: len(shape)]) != shape or (dtype is not None and value.dtype != dtype):
+        raise ValueError(f"{name} of shape {tuple(value.shape)} in {value.dtype}")
+    if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+        raise ValueError(f"NaN or infinity in {name}")
+    return value.to(device)
+
+
+def read_meter(state: ClusterState, network: LinearisedNetwork, seconds: float) -> Record:
+    """The information captured so far, as a line of the history."""
+    posterior, last = weight_posterior(state, network), state.clusters.passes[-1]
+    if last.num_kept is not None and not last.is_complete:  # not more than combinations of all will say
+        posterior = posterior.leading(last.num_kept)
+    try:
+        information = posterior.information_captured(network.prior_precision, network.noise_scale)
+    except (torch.linalg.LinAlgError, ArithmeticError):  # images that are no numbers: the self-check mends or refuses
+        information = math.nan
+    return Record(
+        num_products=0,
+        newton_step=0,
+        rank=posterior.rank,
+        objective=math.nan,
+        relative_residual=math.nan,
+        information_captured=information,
+        seconds=seconds,
+        epochs=state.epochs,
+    )
+
+
+def weight_posterior(state: ClusterState, network: LinearisedNetwork) -> WeightPosterior:
+    """Of all groups that have been swept."""
+    clusters = state.clusters
+    images, noise_gram = clusters.actions()
+    posterior = WeightPosterior(
+        images=images,
+        noise_gram=noise_gram,
+        right_hand_side=torch.zeros(len(noise_gram), dtype=torch.float64, device=images.device),
+        anchor_share=0.0,
+        prior_mean=network.prior_mean.detach().reshape(-1).clone(),
+        curvature_diagonal=state.curvature_diagonal,
+        curvature_rank=clusters.max_rank,
+        layer_sizes=network.layer_sizes,
+        trace_is_exact=state.trace_is_exact,
+        rounding_gram=clusters.rounding_gram(),
+    )
+    if posterior.rank > len(images):
+        return folded(posterior)
+    if len(clusters.passes) == 1 and not clusters.passes[0].is_complete:
+        return posterior  # most images may still be zero: not worth the products of all
+    return posterior.with_gram(clusters.image_gram())
+
+
+def folded(posterior: WeightPosterior) -> WeightPosterior:
+    """More actions than weights as just so many: for every prior the posterior knows A R⁻¹Aᵀ alone, a P×P matrix.
+
+    With R = LLᵀ and the QR decomposition L⁻¹Aᵀ = QT it is TᵀT, which is that of the combinations L⁻ᵀQ of the actions.
+    """
+    lower = torch.linalg.cholesky(posterior.noise_gram)
+    whitened = torch.linalg.solve_triangular(lower, posterior.images.T.double(), upper=False)  # (B, P)
+    Q = torch.linalg.qr(whitened).Q
+    combinations = torch.linalg.solve_triangular(lower.T, Q, upper=True)
+    return replace(posterior.combined(combinations), num_actions=posterior.rank)
+
+
+def unfolded(posterior: WeightPosterior, clusters: Clusters) -> WeightPosterior:
+    """The same with the actions of which it was made."""
+    images, noise_gram = clusters.actions()
+    right_hand_side = noise_gram.new_zeros(len(noise_gram))
+    return replace(
+        posterior,
+        images=images,
+        noise_gram=noise_gram,
+        right_hand_side=right_hand_side,
+        rounding_gram=clusters.rounding_gram(),
+        num_actions=None,
+    )
+
 
 METER_READINGS = 2  # in the first pass: each costs P·B² operations
 
@@ -67,7 +283,7 @@ def refine_by_clusters(
     progress_bar: bool,
     session: CheckpointSession = UNSAVED,
 ) -> NetworkFit:
-    """Finish a pass that was cut short, then passes in other directions and other groups."""
+    """Finish an unfinished pass, then passes in other directions and other groups."""
     state, report = fitted.state, fitted.report
     assert isinstance(state, ClusterState)
     digests = checked_digests(session, network.data)
@@ -131,12 +347,12 @@ class ClusterRun(Run[AnyState]):
         network, data, device = self.network, self.network.data, self.network.jacobian.device
         with batch_features(network.jacobian) as features_of:
 
-            def look(x: Inputs, y: Tensor) -> tuple[Tensor, ...]:
+            def visit(x: Inputs, y: Tensor) -> tuple[Tensor, ...]:
                 outputs = network.jacobian.forward(x)
                 digests = (batch_digests(data, x, y).to(device),) if self.is_saved else ()
                 return outputs, y, features_of(x, outputs), *digests
 
-            for batch in data.each_batch(look, skip=len(state.batches)):
+            for batch in data.each_batch(visit, skip=len(state.batches)):
                 state.batches.append(batch)
                 yield state
         columns = list(zip(*state.batches, strict=True))
@@ -148,20 +364,15 @@ class ClusterRun(Run[AnyState]):
         clusters = Clusters(
             likelihood, outputs, checked, torch.cat(features) if same_width else outputs.float(), generator
         )
-        prior = NTKPrior(
-            network.jacobian,
-            data,
-            outputs,
-            network.weight_precision,
-            chunk_bytes=self.settings.chunk_bytes,
-            num_calls=max(len(data), min(self.settings.num_actions, len(outputs))),
-        )
-        diagonal = prior.curvature_diagonal(CurvatureAt(clusters.likelihood, outputs))
+        num_calls = max(len(data), min(self.settings.num_actions, len(outputs)))
+        plan = plan_trace(network.jacobian, len(outputs), outputs.shape[1], num_calls)
+        curvature = CurvatureAt(clusters.likelihood, outputs)
+        diagonal = curvature_diagonal(network.jacobian, data, curvature, plan, chunk_bytes=self.settings.chunk_bytes)
         digests = torch.cat([part.cpu() for part in columns[3]]) if self.is_saved else None
-        return ClusterState(clusters, diagonal, prior.trace_is_exact, epochs=1 / 3, digests=digests)
+        return ClusterState(clusters, diagonal, plan.is_exact, epochs=1 / 3, digests=digests)
 
     def _begin_pass(self, state: ClusterState) -> ClusterState:
-        """The one that was cut short, or a new one."""
+        """The unfinished one, or a new one."""
         clusters, jacobian = state.clusters, self.network.jacobian
         rank = clusters.rank if clusters.passes else 0
         was_cut_short = bool(clusters.passes) and not clusters.passes[-1].is_complete
@@ -203,7 +414,7 @@ class ClusterRun(Run[AnyState]):
         return replace(state, passes=state.passes + 1, position=position, is_reading_due=True)
 
     def stop(self, state: AnyState) -> ClusterState:
-        """With the sums of all processes; of a pass that was cut short each group stays an action."""
+        """With the sums of all processes; of an unfinished pass each group stays an action."""
         if isinstance(state, ForwardState):
             raise KeyboardInterrupt  # there is no posterior of anything yet
         self._sum(state)
@@ -218,7 +429,7 @@ class ClusterRun(Run[AnyState]):
             state.clusters.finish(state.clusters.passes[-1])
         self.has_own_sums = False
 
-    # --- what is told -------------------------------------------------------------------------------------------------
+    # --- what is reported ---------------------------------------------------------------------------------------------
 
     def epochs(self, state: AnyState) -> float:
         """Of the fit and all that followed."""
@@ -253,10 +464,10 @@ class ClusterRun(Run[AnyState]):
     def advice_when_interrupted(self, state: AnyState) -> str:
         """How much of the pass is in the posterior."""
         assert isinstance(state, ClusterState)
-        share = float(state.clusters.passes[-1].counted().double().mean())
+        fraction = float(state.clusters.passes[-1].counted().double().mean())
         return (
-            f"The run was interrupted with {100 * share:.0f} % of the data of this pass in the posterior, which is "
-            "valid for them. refine(train_loader, …) goes on with the rest."
+            f"The run was interrupted with {100 * fraction:.0f} % of the data of this pass in the posterior, which is "
+            "valid for them. refine(train_loader, …) resumes with the rest."
         )
 
     # --- what is saved ------------------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
 """What a fit will take, before any of it is done: seconds from timing one batch, epochs, and memory by counting.
 
 `Plan` says what a fit is going to do, from sizes and the first batch. A backward pass over b data takes α + βb seconds,
-where α is what weights cost and β what data cost. It is timed with as many data as fit in a second, of the first batch
-at the most, and the rest is a line through the last two. All rows of J at an input are C backward passes; no more than
-a few contrasts of the outputs are timed, and the rest is scaled:
+where α is what weights cost and β what data cost. It is timed with as many data as fit in `PATIENCE`, of the first
+batch at the most, and the rest is a line through the last two: no more than that, or a few data, for each thing timed,
+whatever the network and the number of its outputs. What goes through all images is timed on a slice of them. All rows
+of J at an input are C backward passes; no more than a few contrasts of the outputs are timed, and the rest is scaled:
 
     derivatives  (1 + 2C)/3 epochs of one datum         products with actions  C         their own covariance  P C²
 """
@@ -21,19 +22,25 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ntk_iterncgp.clusters.directions import DIRECTIONS_EACH, cotangents_each, has_choice, worth_looking
-from ntk_iterncgp.clusters.grouping import MAX_FEATURES, groups_for
-from ntk_iterncgp.clusters.passes import epochs_of, padded_size
+from ntk_iterncgp.clusters.clusters import epochs_of, padded_size
+from ntk_iterncgp.clusters.grouping import (
+    DIRECTIONS_EACH,
+    MAX_FEATURES,
+    cotangents_each,
+    first_directions,
+    groups_for,
+    has_choice,
+)
 from ntk_iterncgp.data.fixed_order import Inputs, slice_rows
 from ntk_iterncgp.fitting.drive import Budget
-from ntk_iterncgp.fitting.linearised import PRODUCT_EPOCHS, LinearisedNetwork, NetworkFit, NetworkSettings
+from ntk_iterncgp.fitting.network import PRODUCT_EPOCHS, LinearisedNetwork, NetworkFit, NetworkSettings
 from ntk_iterncgp.fitting.network_check import MAX_CHECKED_OUTPUTS, max_group_data
 from ntk_iterncgp.fitting.self_check import MIN_DATA, ROWS
 from ntk_iterncgp.jacobian.autograd import JVP_COLUMNS, Jacobian
 from ntk_iterncgp.jacobian.base import NetworkJacobian
-from ntk_iterncgp.jacobian.trace import TracePlan, affordable_data, plan_trace, row_epochs
 from ntk_iterncgp.likelihoods.base import ANY_VARIANCE
-from ntk_iterncgp.linalg.inner_products import SLICE_BYTES, SLICE_COLUMNS, SLICE_ROWS, inner_products
+from ntk_iterncgp.linalg.factor import SLICE_BYTES, SLICE_COLUMNS, SLICE_ROWS, inner_products
+from ntk_iterncgp.priors.rows import TracePlan, affordable_data, plan_trace, row_epochs
 from ntk_iterncgp.runtime import parallel
 from ntk_iterncgp.runtime.memory import available_bytes, mebibytes, require_memory
 
@@ -112,7 +119,7 @@ def _looks(
     if not has_a_choice or not bool(torch.isfinite(outputs).all()):
         return len(outputs)
     share = settings.num_actions * len(outputs) // num_data
-    return len(worth_looking(likelihood, outputs.double(), cotangents, share, torch.Generator())[0])
+    return len(first_directions(likelihood, outputs.double(), cotangents, share, torch.Generator())[0])
 
 
 def image_bytes(jacobian: NetworkJacobian, actions: int) -> int:
@@ -129,7 +136,7 @@ TIMED_COLUMNS = 16  # of the actions, when a prediction is timed: all of them ma
 TIMED_OUTPUTS, TIMED_DATA = 2, 4  # of which rows of J are timed: those of all outputs may take minutes
 READS = 12  # how often all images are gone through beside products: rounding, checksums, finite numbers
 START_BATCHES = 5  # forward passes over the first batch before and beside the sweeps: probing, planning, the check
-PATIENCE = 0.5  # seconds, beyond which no larger part is timed
+PATIENCE = 0.75  # seconds that are spent on one line through times, but for what one datum takes
 
 
 class RowSeconds(NamedTuple):
@@ -145,7 +152,7 @@ def fit_seconds(plan: Plan, network: LinearisedNetwork, rows: RowSeconds) -> flo
     """Of a forward pass over all data, the sweep, the small matrices of the groups, the trace for the meter, and the
     rows at which the result is checked."""
     jacobian, processes = network.jacobian, parallel.num_processes()
-    backward = backward_seconds(plan, jacobian, 1)
+    backward = backward_seconds(plan, jacobian)
     epoch = backward(plan.rows) * plan.num_data / plan.rows
     beside = _trace_seconds(plan, backward, rows) + _check_seconds(plan, jacobian, backward, rows)
     if not plan.in_groups:
@@ -155,11 +162,11 @@ def fit_seconds(plan: Plan, network: LinearisedNetwork, rows: RowSeconds) -> flo
     return start + (epoch / 3 + sweep) / processes + _matrix_seconds(plan, jacobian) + beside
 
 
-def backward_seconds(plan: Plan, jacobian: NetworkJacobian, number: int) -> Callable[[int], float]:
-    """Of a backward pass with `number` cotangents, over any number of data."""
+def backward_seconds(plan: Plan, jacobian: NetworkJacobian) -> Callable[[int], float]:
+    """Of a backward pass over any number of data."""
 
     def work(size: int) -> Tensor:
-        some, cotangents = _some(plan, size), torch.ones(size, plan.num_outputs, number, device=jacobian.device)
+        some, cotangents = _some(plan, size), torch.ones(size, plan.num_outputs, 1, device=jacobian.device)
         return jacobian.vjp(some, cotangents.to(jacobian.dtype))
 
     return seconds_by_size(work, plan.rows)
@@ -193,21 +200,21 @@ def _sweep_seconds(plan: Plan, network: LinearisedNetwork, epoch: float, backwar
     num_groups = plan.groups // plan.cotangents
     num_batches = num_groups * math.ceil(plan.items / (num_groups * plan.rows))
     size = padded_size(math.ceil(plan.items / num_batches), plan.rows)
-    if plan.cotangents > 1:
-        backward = backward_seconds(plan, jacobian, plan.cotangents)
+    each = row_epochs(plan.cotangents)  # backward passes share a forward pass
     sums = torch.zeros(plan.cotangents, jacobian.num_params, dtype=jacobian.dtype, device=jacobian.device)
     added = sums.T.clone()
     adding = seconds_of(lambda: sums.add_(added.T))
-    return max(in_order, num_batches * (backward(size) + adding))
+    return max(in_order, num_batches * (each * backward(size) + adding))
 
 
 def _matrix_seconds(plan: Plan, jacobian: NetworkJacobian) -> float:
     """AᵀA of the groups, of half of them on the way, and the combinations that are kept; and what goes through all
     images number by number."""
     squares = 5 / 8 * plan.groups**2 + plan.groups * plan.actions * (plan.groups > plan.actions)
-    image = torch.zeros(jacobian.num_params, dtype=jacobian.dtype, device=jacobian.device)
-    each = seconds_of(lambda: image.double().square().sum())
-    return _product_seconds(jacobian, plan.groups) * jacobian.num_params * squares + READS * plan.groups * each
+    part = torch.zeros(min(jacobian.num_params, SLICE_ROWS), dtype=jacobian.dtype, device=jacobian.device)
+    each = seconds_of(lambda: part.double().square().sum()) / len(part)  # of one number
+    products = _product_seconds(jacobian, plan.groups) * squares
+    return jacobian.num_params * (products + READS * plan.groups * each)
 
 
 def _product_seconds(jacobian: NetworkJacobian, columns: int) -> float:
@@ -254,12 +261,20 @@ def _some(plan: Plan, size: int) -> Inputs:
 
 
 def seconds_by_size(work: Callable[[int], object], largest: int) -> Callable[[int], float]:
-    """A line through the times of the two largest sizes that were tried: from one datum on twice as many each time,
-    while that takes no longer than a fraction of a second."""
+    """A line through the times of the two largest sizes that were tried: from one datum on four times as many each
+    time, while all of it takes no longer than `PATIENCE`; of a slow network two after one, of a very slow one none."""
     known = [(1, seconds_of(lambda: work(1)))]
-    while known[-1][0] < largest and (len(known) == 1 or known[-1][1] < PATIENCE / 4):
-        size = min(2 * known[-1][0], largest)
+    spent = 2 * known[0][1]
+    while known[-1][0] < largest:
+        last, took = known[-1]
+        if spent + 8 * took <= PATIENCE:
+            size = min(4 * last, largest)
+        elif len(known) == 1 and took <= 2 * PATIENCE:
+            size = 2
+        else:
+            break
         known.append((size, seconds_of(lambda size=size: work(size))))  # type: ignore[misc]
+        spent += 2 * known[-1][1]
     if len(known) == 1:
         return lambda size: known[0][1] * size
     (less, before), (more, after) = known[-2:]
@@ -284,7 +299,7 @@ def seconds_of(work: Callable[[], object]) -> float:
         if torch.cuda.is_available():  # a GPU returns before it has done the work
             torch.cuda.synchronize()
         least = min(least, time.perf_counter() - started)
-        if least > PATIENCE:
+        if least > PATIENCE / 2:
             break
     return least
 

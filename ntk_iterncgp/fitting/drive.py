@@ -7,12 +7,15 @@ last state of a fit; to resume, from a saved one.
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from tqdm.auto import tqdm
@@ -20,7 +23,6 @@ from tqdm.auto import tqdm
 from ntk_iterncgp.fitting.report import Record
 from ntk_iterncgp.persistence.checkpoint import UNSAVED, CheckpointSession, unusable
 from ntk_iterncgp.runtime import parallel
-from ntk_iterncgp.runtime.interrupt import Interrupt, interruptible
 from ntk_iterncgp.solver.stopping import Status
 
 
@@ -76,11 +78,6 @@ class Trajectory(Generic[S]):
     seconds: float = 0.0  # and this one so far
     status: Status | None = None  # how it ended, if it has
 
-    @property
-    def last(self) -> Record | None:
-        """The last line of the history."""
-        return self.history[-1] if self.history else None
-
 
 class Run(ABC, Generic[S]):
     """An algorithm as a generator of states, and what its driver needs to know about them."""
@@ -110,7 +107,7 @@ class Run(ABC, Generic[S]):
 
     @abstractmethod
     def to_dict(self, trajectory: Trajectory[S]) -> dict[str, Any]:
-        """Tensors, numbers and texts from which it can go on."""
+        """Tensors, numbers and texts from which it can be resumed."""
 
     @abstractmethod
     def from_dict(self, saved: Mapping[str, Any], start: Trajectory[S]) -> Trajectory[S]:
@@ -121,7 +118,7 @@ class Run(ABC, Generic[S]):
         return 0.0
 
     def can_resume(self, state: S) -> bool:
-        """Whether a run can go on from this state in another process."""
+        """Whether a run can be resumed from this state in another process."""
         return True
 
     def last_record(self, state: S, last: Record | None, seconds: float) -> Record | None:
@@ -129,7 +126,7 @@ class Run(ABC, Generic[S]):
         return None
 
     def advice_when_interrupted(self, state: S) -> str:
-        """What the user is told."""
+        """What the warning says."""
         return Status.INTERRUPTED.advice
 
 
@@ -235,7 +232,8 @@ class _Driver(Generic[S]):
 
     def _write(self, record: Callable[[S, Record | None, float], Record | None]) -> None:
         trajectory = self.trajectory
-        found = record(trajectory.state, trajectory.last, trajectory.before + self._tick())
+        last = trajectory.history[-1] if trajectory.history else None
+        found = record(trajectory.state, last, trajectory.before + self._tick())
         if found is not None:
             trajectory.history.append(found)
             self.bar.write(self.run.shown(found))
@@ -276,3 +274,35 @@ class _Bar:
 
     def close(self) -> None:
         self.bar.close()
+
+
+# --- Ctrl-C -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Interrupt:
+    """Whether the user has asked to stop."""
+
+    requested: bool = False
+
+
+@contextmanager
+def interruptible() -> Iterator[Interrupt]:
+    """While open, Ctrl-C sets a flag. Signals belong to the main thread: elsewhere nothing changes, nor where Ctrl-C is
+    ignored or handled by something other than Python."""
+    interrupt = Interrupt()
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None):
+        yield interrupt
+        return
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        if interrupt.requested:
+            raise KeyboardInterrupt
+        interrupt.requested = True
+
+    previous = signal.signal(signal.SIGINT, handle)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, previous)

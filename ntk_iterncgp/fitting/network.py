@@ -1,4 +1,4 @@
-"""Fitting a linearised network: from a Jacobian and data to a `WeightPosterior`.
+"""A linearised network: what its fit is given and what it returns, whichever way the actions are chosen.
 
 clusters     all data in about one epoch, one action per group of data (the default)
 other        the same solver as for any other prior: one action per product with the NTK, about 1.7 epochs each
@@ -8,61 +8,176 @@ mean="refined"   Newton's method, from the network's outputs to the mode of the 
                  Actions are recycled from step to step.
 """
 
-from ntk_iterncgp.fitting.cluster_run import fit_by_clusters, refine_by_clusters
-from ntk_iterncgp.fitting.cluster_state import ClusterState
-from ntk_iterncgp.fitting.cost import Cost, check_memory, check_memory_to_refine, estimate_cost, room_for_data
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+import torch
+from torch import Tensor
+
+from ntk_iterncgp.data.fixed_order import FirstBatch, FixedOrderData
 from ntk_iterncgp.fitting.drive import Budget
-from ntk_iterncgp.fitting.linearised import (
-    CLUSTERS,
-    MEANS,
-    PRODUCT_EPOCHS,
-    LinearisedNetwork,
-    NetworkFit,
-    NetworkSettings,
-)
-from ntk_iterncgp.fitting.newton_fit import fit_by_products, refine_by_products
-from ntk_iterncgp.persistence.checkpoint import UNSAVED, CheckpointSession
+from ntk_iterncgp.fitting.report import FitReport
+from ntk_iterncgp.jacobian.base import NetworkJacobian
+from ntk_iterncgp.likelihoods.base import Likelihood
+from ntk_iterncgp.likelihoods.gaussian import Gaussian
+from ntk_iterncgp.likelihoods.softmax import Softmax
+from ntk_iterncgp.posterior.weight_space import WeightPosterior, precision_of_weights
+from ntk_iterncgp.runtime.validate import seed_number, whole_number
+from ntk_iterncgp.solver.newton import NewtonOptions
+from ntk_iterncgp.solver.policies import Policy, resolve_policy
+from ntk_iterncgp.solver.state import State
+from ntk_iterncgp.solver.stopping import Status, Stopping
 
-__all__ = [
-    "CLUSTERS",
-    "MEANS",
-    "PRODUCT_EPOCHS",
-    "Budget",
-    "ClusterState",
-    "Cost",
-    "LinearisedNetwork",
-    "NetworkFit",
-    "NetworkSettings",
-    "estimate_cost",
-    "fit_network",
-    "refine_network",
-]
+if TYPE_CHECKING:
+    from ntk_iterncgp.fitting.cluster_run import ClusterState
+
+MEANS = ("network", "refined")
+CLUSTERS: Final = "clusters"
+PRODUCT_EPOCHS = 5 / 3  # a product with the NTK: forward and backward, and a sweep of Jacobian-vector products
 
 
-def fit_network(
-    network: LinearisedNetwork,
-    settings: NetworkSettings,
-    *,
-    progress_bar: bool = False,
-    session: CheckpointSession = UNSAVED,
-) -> NetworkFit:
-    """Infer the posterior, if it fits in memory; in groups of data, or by products with the NTK."""
-    network.data.keep_bytes = room_for_data(check_memory(estimate_cost(network, settings, timed=False)))
-    fit = fit_by_clusters if settings.in_groups else fit_by_products
-    return fit(network, settings, progress_bar=progress_bar, session=session)
+@dataclass(frozen=True)
+class NetworkSettings:
+    """How to fit; none of it changes what is being fitted."""
+
+    mean: str
+    policy: Policy | Literal["clusters"]
+    num_actions: int
+    cotangents: int | None  # directions of each datum; None: one, or each output of a regression
+    max_epochs: float | None
+    stopping: Stopping
+    options: NewtonOptions
+    chunk_bytes: int
+    seed: int
+
+    @classmethod
+    def checked(
+        cls,
+        *,
+        mean: str,
+        policy: str | Policy | None,
+        num_actions: int | None,
+        cotangents: int | None,
+        max_epochs: float | None,
+        actions_per_step: int,
+        newton_tol: float,
+        options: NewtonOptions,
+        chunk_bytes: int,
+        seed: int,
+    ) -> NetworkSettings:
+        """What the user asked for, with defaults filled in; or an error that names the setting."""
+        if mean not in MEANS:
+            raise ValueError(f"`mean` must be 'network' or 'refined'; got {mean!r}. Try mean='network'.")
+        if policy is None:
+            policy = CLUSTERS if mean == "network" else "curvature_residual"
+        if policy == CLUSTERS and mean != "network":
+            raise ValueError(
+                f"policy='clusters' must be combined with mean='network'; got mean={mean!r}. Its actions contract the "
+                "variance and say little about the mean. Try policy='curvature_residual'."
+            )
+        max_epochs = Budget(epochs=max_epochs).epochs
+        if max_epochs is not None and max_epochs <= 1 / 3:
+            raise ValueError(
+                f"`max_epochs` must be more than 1/3, the cost of the forward sweep over all data; got {max_epochs}. "
+                "Try max_epochs=1."
+            )
+        if num_actions is None:
+            num_actions = 200 if policy == CLUSTERS else 50
+        num_actions = max_products = whole_number("num_actions", num_actions, at_least=1)
+        if max_epochs is not None:
+            max_products = max(1, int(min(num_actions, (max_epochs - 1 / 3) / PRODUCT_EPOCHS)))
+        actions_per_step = whole_number("actions_per_step", actions_per_step, at_least=1)
+        return cls(
+            mean=mean,
+            policy=CLUSTERS if policy == CLUSTERS else resolve_policy(policy, others=[CLUSTERS]),
+            num_actions=num_actions,
+            cotangents=None if cotangents is None else whole_number("cotangents", cotangents, at_least=1),
+            max_epochs=max_epochs,
+            stopping=Stopping(max_products, actions_per_step, newton_tol=newton_tol),
+            options=options,
+            chunk_bytes=whole_number("chunk_bytes", chunk_bytes, at_least=1),
+            seed=seed_number(seed),
+        )
+
+    @property
+    def in_groups(self) -> bool:
+        """Actions are groups of data; else each is a product with the NTK, as the policy says."""
+        return self.policy == CLUSTERS
+
+    @property
+    def product_policy(self) -> Policy:
+        """The policy of a fit by products."""
+        assert not isinstance(self.policy, str)
+        return self.policy
 
 
-def refine_network(
-    fitted: NetworkFit,
-    network: LinearisedNetwork,
-    settings: NetworkSettings,
-    budget: Budget,
-    *,
-    progress_bar: bool = False,
-    session: CheckpointSession = UNSAVED,
-) -> NetworkFit:
-    """Spend more on a fit, from where it stopped: the variance only falls."""
-    fitted.first_batch.check_same(network.first_batch)
-    network.data.keep_bytes = room_for_data(check_memory_to_refine(fitted, network, settings, budget))
-    refine = refine_by_clusters if settings.in_groups else refine_by_products
-    return refine(fitted, network, settings, budget, progress_bar=progress_bar, session=session)
+@dataclass(frozen=True, eq=False)
+class LinearisedNetwork:
+    """A network at its trained weights θ*, the data, and the prior N(μ₀, Λ⁻¹) of the weights.
+
+    `noise_scale` is τ = σ²·T: it scales the noise of a Gaussian likelihood, and stands for temperature otherwise.
+    """
+
+    jacobian: NetworkJacobian
+    data: FixedOrderData
+    classification: bool
+    prior_precision: Tensor  # (1,), (L,) or (P,)
+    noise_scale: Tensor
+    shift: Tensor  # θ* − μ₀ (P,)
+    prior_mean: Tensor  # μ₀, (1,) or (P,)
+    layer_sizes: tuple[int, ...]
+    first_batch: FirstBatch
+
+    @property
+    def weight_precision(self) -> Tensor:  # (P,)
+        """The prior precision of each weight."""
+        return precision_of_weights(self.prior_precision, self.layer_sizes)
+
+    def likelihood(self, outputs: Tensor, noise: float) -> Likelihood:
+        """Of the right kind, after a check of the outputs."""
+        if not bool(torch.isfinite(outputs).all()):
+            bad = int((~torch.isfinite(outputs)).any(1).sum())
+            raise ValueError(
+                f"The model must return finite outputs; got NaN or infinity for {bad} of {len(outputs)} training "
+                "inputs. Try smaller inputs, and check its weights."
+            )
+        return Softmax(outputs.shape[1]) if self.classification else Gaussian(noise, num_outputs=outputs.shape[1])
+
+
+@dataclass(frozen=True, eq=False)
+class NetworkFit:
+    """What a fit gives: the posterior, the loss −log p(y | f) for unit noise without constants, and the report.
+
+    `state` is what `refine` resumes, with data that begin with `first_batch`.
+    """
+
+    posterior: WeightPosterior
+    loss: float
+    num_data: int
+    num_outputs: int
+    report: FitReport
+    state: State | ClusterState
+    first_batch: FirstBatch
+
+
+def checked_targets(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:
+    """One finite target for each output, as the likelihood takes them."""
+    if len(targets) != len(outputs):
+        raise ValueError(
+            f"There must be one target for each of the {len(outputs)} training inputs; got {len(targets)}. Try a "
+            "loader whose batches are pairs (x, y)."
+        )
+    if targets.is_floating_point() and not bool(torch.isfinite(targets).all()):
+        raise ValueError("Targets must be finite; got NaN or infinity. Try it without those data.")
+    return likelihood.check_targets(targets)
+
+
+def advice_after(status: str) -> str:
+    """What to do next."""
+    if status == Status.EXHAUSTED:
+        return "There is no new action beyond rounding. information_captured says how much of the data has been used."
+    if status == Status.NEWTON_STEPS:
+        return "The mean had not converged when the Newton steps ran out. Use more actions per step."
+    return "refine(train_loader, epochs=…) contracts the variance further."

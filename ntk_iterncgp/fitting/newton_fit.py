@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ntk_iterncgp.fitting.drive import Budget, Trajectory, drive
-from ntk_iterncgp.fitting.fingerprints import checked_digests
-from ntk_iterncgp.fitting.linearised import (
+from ntk_iterncgp.fitting.network import (
     PRODUCT_EPOCHS,
     LinearisedNetwork,
     NetworkFit,
@@ -20,22 +19,19 @@ from ntk_iterncgp.fitting.linearised import (
 from ntk_iterncgp.fitting.network_check import check_posterior
 from ntk_iterncgp.fitting.self_check import checked
 from ntk_iterncgp.fitting.solver_run import SolverRun, Steps, solver_report
+from ntk_iterncgp.likelihoods.base import CurvatureAt
 from ntk_iterncgp.persistence.checkpoint import UNSAVED, CheckpointSession
+from ntk_iterncgp.persistence.fingerprint import checked_digests
 from ntk_iterncgp.posterior.weight_space import WeightPosterior
 from ntk_iterncgp.priors.ntk import NetworkImages, NTKPrior, sweep_outputs
-from ntk_iterncgp.solver import (
-    Anchor,
-    Position,
-    Problem,
-    RandomSubspace,
-    Status,
-    compress,
-    initial_state,
-    newton,
-    refine,
-)
 from ntk_iterncgp.solver.inner import inner_loop
+from ntk_iterncgp.solver.newton import initial_state, newton, refine
+from ntk_iterncgp.solver.policies import RandomSubspace
+from ntk_iterncgp.solver.position import Position
+from ntk_iterncgp.solver.problem import Anchor, Problem
+from ntk_iterncgp.solver.recycling import compress
 from ntk_iterncgp.solver.state import State
+from ntk_iterncgp.solver.stopping import Status
 
 ROUNDINGS = 4  # of a sum over all data, in units of eps: a slice of rows at a time, each by pairs
 
@@ -146,13 +142,11 @@ def _epochs(num_products: int) -> float:
 
 
 def _loss(state: State, classification: bool, refined: bool) -> float:
-    """−log p(y | f) for unit noise without constants. For a refined mean it is that of the Gaussian to which the
-    likelihood is expanded, less its quadratic part, −log p − ½∇ᵀW⁺∇: the rest, bᵀ(K + W⁺)⁻¹b, depends on the prior."""
-    problem = state.problem
-    if not classification:
-        return 0.0 if refined else 0.5 * float((state.latent - problem.targets).square().sum())
-    loss = -problem.log_prob(state.latent)
-    return loss - 0.5 * float(state.score @ problem.noise(state.latent, state.score)) if refined else loss
+    """−log p(y | f) for unit noise without constants. A refined regression has none beside bᵀ(K + W⁺)⁻¹b, which depends
+    on the prior."""
+    if classification:
+        return -state.problem.log_prob(state.latent)
+    return 0.0 if refined else 0.5 * float((state.latent - state.problem.targets).square().sum())
 
 
 def _linear_run(state: State, settings: NetworkSettings) -> Steps:
@@ -191,7 +185,7 @@ def _weight_posterior(state: State, network: LinearisedNetwork, refined: bool) -
     prior, images = state.problem.prior, state.buffer.images
     assert isinstance(prior, NTKPrior) and isinstance(images, NetworkImages)
     capacity = len(images.weights.storage)
-    diagonal = prior.curvature_diagonal(state.problem.curvature_product(state.latent))
+    diagonal = prior.curvature_diagonal(CurvatureAt(state.problem.likelihood, state.latent))
     posterior = WeightPosterior(
         images=images.weights.matrix.clone() if images.size < capacity else images.weights.matrix,
         noise_gram=(_with_rounding(state.noise_gram) if refined else state.noise_gram) / noise_scale,
@@ -211,8 +205,8 @@ def _weight_posterior(state: State, network: LinearisedNetwork, refined: bool) -
 def _with_rounding(noise_gram: Tensor) -> Tensor:  # (B, B)
     """SᵀW⁺S with what its sums may have lost to rounding, which is eps √(R_bb R_cc) in each entry.
 
-    Actions of an earlier Newton step are nearly dependent where data have been decided since: there R is no more than
-    rounding, need not be positive definite, and would pass for information.
+    Actions of an earlier Newton step are nearly dependent where data have become saturated since: there R is no more
+    than rounding, need not be positive definite, and would pass for information.
     """
     rounding = ROUNDINGS * len(noise_gram) * torch.finfo(torch.float64).eps
     return noise_gram + (rounding * noise_gram.diagonal()).diag()

@@ -77,7 +77,7 @@ def refusal(told: Iterable[str]) -> str:
 
 
 def problems(state: State) -> dict[str, str]:
-    """What is wrong with a state, by the name of the check: the end of a sentence that begins with 'Expected'."""
+    """What is wrong with a state, by the name of the check: the end of a message that begins with 'Expected'."""
     if state.buffer.size == 0:
         return _point(state, torch.ones((), dtype=torch.float64, device=state.iterate.offset.device))
     for name, tensors, told in (
@@ -203,7 +203,7 @@ def _small_matrices(state: State, variance: Tensor, generator: torch.Generator) 
     if not found and not _is_positive_definite(state):
         found["matrix"] = "a matrix M that is positive definite up to rounding, but it is not"
     if not found and not _is_solved(state, z):
-        found["matrix"] = "M⁻¹ to undo M, but what is kept of it does not"
+        found["matrix"] = "M⁻¹ to undo M, but its stored factor does not"
     return found
 
 
@@ -272,7 +272,7 @@ def _rounding(state: State) -> float:
 
 
 def _absolute(state: State) -> float:
-    """The rounding of K s for an s of length one, as a share of the size of K."""
+    """The rounding of K s for an s of length one, as a fraction of the size of K."""
     return 8 * torch.finfo(state.buffer.images.dtype).eps
 
 

@@ -25,6 +25,7 @@ from torch.func import functional_call, jvp, vjp, vmap
 
 from ntk_iterncgp.data.fixed_order import Inputs, slice_rows
 from ntk_iterncgp.jacobian.base import NetworkJacobian
+from ntk_iterncgp.jacobian.calling import arguments, as_outputs
 from ntk_iterncgp.jacobian.layers import LayerRows, aliases_of, layer_rows, layers_of, padding_rows
 from ntk_iterncgp.jacobian.rows import Contrasts, DenseRows, Rows, contrasts_at
 from ntk_iterncgp.runtime.threads import FORWARD_MODE, exclusively, plain_attention
@@ -82,7 +83,8 @@ class Jacobian(NetworkJacobian):
         if self._constants:
             named, x = self._constants | named, _floats_to(x, self.dtype)
         with exclusively(self.model):
-            return as_outputs(functional_call(self.model, named, (x,), tie_weights=False))
+            positional, by_name = arguments(self.model, x)
+            return as_outputs(functional_call(self.model, named, positional, by_name, tie_weights=False))
 
     # --- products on a batch --------------------------------------------------------------------------------------
 
@@ -93,7 +95,13 @@ class Jacobian(NetworkJacobian):
             return self._gradients(self.forward(x, leaves), leaves, cotangents)
 
     def _gradients(
-        self, outputs: Tensor, leaves: Mapping[str, Tensor], cotangents: Tensor, *, create_graph: bool = False
+        self,
+        outputs: Tensor,
+        leaves: Mapping[str, Tensor],
+        cotangents: Tensor,
+        *,
+        create_graph: bool = False,
+        retain_graph: bool = False,
     ) -> Tensor:  # (…), (…, k) -> (P, k)
         """One backward pass per column, which every model has that can be trained."""
         columns = []
@@ -102,7 +110,7 @@ class Jacobian(NetworkJacobian):
                 outputs,
                 list(leaves.values()),
                 cotangents[..., j].to(outputs.dtype),
-                retain_graph=create_graph or j + 1 < cotangents.shape[-1],
+                retain_graph=create_graph or retain_graph or j + 1 < cotangents.shape[-1],
                 create_graph=create_graph,
                 allow_unused=True,
             )
@@ -150,26 +158,34 @@ class Jacobian(NetworkJacobian):
             return
         self._shapes = shapes
         turned = torch.arange(min(PROOF_ROWS, num_rows)).flip(0)  # a model may sort its batch, and some be in order
-        with torch.no_grad():
-            C = self.forward(some).shape[1]
-            one, two = self._proven(some, C, 1), self._proven(slice_rows(some, turned, len(turned)), C, 2)
-            if one is None or two is None:
-                self._places = None
-                return
-            # What rows take is nearly a line in their number: a part for all outputs, and one for each.
-            numbers = one.num_numbers + (C - 1) * max(0, two.num_numbers - one.num_numbers)
-            self._numbers_per_output = -(-numbers // one.outputs.numel())
+        leaves = self._leaves()
+        with torch.enable_grad(), plain_attention():
+            outputs = self.forward(some, leaves)  # once, for all backward passes of the proof
+        C = outputs.shape[1]
 
-    def _proven(self, x: Inputs, num_outputs: int, number: int) -> LayerRows | None:
+        def pull_back(cotangents: Tensor) -> Tensor:  # (b, C) -> (P,)
+            return self._gradients(outputs, leaves, cotangents[..., None], retain_graph=True)[:, 0]
+
+        with torch.no_grad():
+            one = self._proven(some, C, 1, pull_back)
+            two = self._proven(slice_rows(some, turned, len(turned)), C, 2, lambda c: pull_back(c.flip(0)))
+        if one is None or two is None:
+            self._places = None
+            return
+        # What rows take is nearly a line in their number: a part for all outputs, and one for each.
+        numbers = one.num_numbers + (C - 1) * max(0, two.num_numbers - one.num_numbers)
+        self._numbers_per_output = -(-numbers // one.outputs.numel())
+
+    def _proven(
+        self, x: Inputs, num_outputs: int, number: int, pull_back: Callable[[Tensor], Tensor]
+    ) -> LayerRows | None:
         """Rows by layers of random combinations of the outputs, if reverse mode agrees: for a thousand outputs as cheap
         as for one, and none of them can be wrong alone."""
         generator = torch.Generator().manual_seed(number)
         contrasts = torch.randn(num_outputs, number, generator=generator, dtype=torch.float64)
         contrasts = contrasts.to(self.device, self.dtype)
         rows = self._rows_by_layers(x, contrasts)
-        if rows is None or not rows.agrees_with(lambda c: self.vjp(x, (c @ contrasts.T)[..., None])[:, 0]):
-            return None
-        return rows
+        return rows if rows is not None and rows.agrees_with(lambda c: pull_back(c @ contrasts.T)) else None
 
     def bytes_per_row(self, num_outputs: int) -> int:
         # Of J as a whole there are three copies: itself, what it is concatenated from, and J Λ^{-½}. By layers there is
@@ -296,18 +312,10 @@ class Jacobian(NetworkJacobian):
 
 def derivative_dtype(num_params: int, own: torch.dtype, num_data: int | None, *, is_regression: bool) -> torch.dtype:
     """Float64 where it costs next to nothing: small networks that regress, or that see few data. With little noise, or
-    a weak prior, a posterior variance is a small difference of large numbers."""
+    a weak prior, a posterior variance is a small difference of large numbers. Never half precision."""
+    own = torch.promote_types(own, torch.float32)
     is_small = num_params <= SMALL_NETWORK and (is_regression or (num_data is not None and num_data <= FEW_DATA))
     return torch.float64 if is_small and own == torch.float32 else own
-
-
-def as_outputs(outputs: object) -> Tensor:  # (b, C)
-    """What a model returned as (b, C); Hugging Face models return an object with `logits`."""
-    outputs = getattr(outputs, "logits", outputs)
-    if not isinstance(outputs, Tensor) or outputs.ndim not in (1, 2):
-        found = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-        raise ValueError(f"The model is expected to return a tensor of shape (b, C) or (b,), but returned {found}.")
-    return outputs if outputs.ndim == 2 else outputs[:, None]
 
 
 def _in_dtype(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from ntk_iterncgp.data.inputs import Inputs
+from ntk_iterncgp.data.order import Inputs
 from ntk_iterncgp.jacobian.rows import Contrasts, Rows
 
 

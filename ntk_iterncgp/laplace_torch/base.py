@@ -14,16 +14,22 @@ from laplace.utils.enums import Likelihood, LinkApprox, PredType
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ntk_iterncgp.data.fixed_order import Inputs, evaluating
-from ntk_iterncgp.fitting.cluster_state import unfolded
-from ntk_iterncgp.fitting.network import ClusterState, NetworkFit
+from ntk_iterncgp.data.fixed_order import Inputs
+from ntk_iterncgp.fitting.cluster_run import ClusterState, unfolded
+from ntk_iterncgp.fitting.network import NetworkFit
 from ntk_iterncgp.jacobian.rows import DenseRows, Rows
 from ntk_iterncgp.laplace_torch.calibration import Calibrating
-from ntk_iterncgp.laplace_torch.checks import check_positive, kept_on_failure
 from ntk_iterncgp.laplace_torch.detector import Detecting
 from ntk_iterncgp.laplace_torch.fitting import FittedNetwork
 from ntk_iterncgp.laplace_torch.grid import GivenMoments, descend, search_grid
-from ntk_iterncgp.laplace_torch.prior_of_fit import check_may_be_tuned, check_prior, hyperparameters
+from ntk_iterncgp.laplace_torch.hyperparameters import (
+    check_may_be_tuned,
+    check_positive,
+    check_prior,
+    follows_prior,
+    hyperparameters,
+    kept_on_failure,
+)
 from ntk_iterncgp.laplace_torch.saving import from_state_dict, to_state_dict
 from ntk_iterncgp.likelihoods import Softmax
 from ntk_iterncgp.posterior.predictive import (
@@ -34,8 +40,7 @@ from ntk_iterncgp.posterior.predictive import (
 )
 from ntk_iterncgp.posterior.tuning import starting_precision, tune_by_evidence
 from ntk_iterncgp.posterior.weight_space import ConditionedPosterior
-from ntk_iterncgp.runtime.autocast import full_precision
-from ntk_iterncgp.runtime.threads import exclusively
+from ntk_iterncgp.runtime.threads import evaluating, exclusively, full_precision
 from ntk_iterncgp.runtime.validate import whole_number
 
 QUASI = "quasi"
@@ -223,8 +228,9 @@ class IterNCGPLaplace(Calibrating, Detecting, FittedNetwork):
 
     def _misfit(self) -> Tensor:
         """What the evidence charges the mean: the prior's penalty of the weights; or, where the mean moves with the
-        prior, bᵀ(K + W⁺)⁻¹b in the span of the actions."""
-        if self.settings.mean == "network":
+        prior, bᵀ(K + W⁺)⁻¹b in the span of the actions. At a classifier's mode the penalty is the same number less
+        ∇ᵀW⁺∇, which may be of any size where data are decided."""
+        if self.settings.mean == "network" or not follows_prior(self):
             return self.scatter
         right_hand_side = self.posterior.right_hand_side_for(self.prior_mean)[:, None]
         factor = self.posterior.factor(self.prior_precision, self._noise_scale)

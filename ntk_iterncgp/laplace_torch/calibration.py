@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ntk_iterncgp.laplace_torch.grid import pass_once
-from ntk_iterncgp.laplace_torch.prior_of_fit import check_may_be_tuned
+from ntk_iterncgp.laplace_torch.hyperparameters import check_may_be_tuned
 from ntk_iterncgp.posterior.calibration import LEAST_DATA, Calibration, calibrate
 
 if TYPE_CHECKING:

@@ -16,10 +16,9 @@ from laplace.utils.enums import Likelihood
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ntk_iterncgp.data.fixed_order import Inputs, evaluating
+from ntk_iterncgp.data.fixed_order import Inputs
 from ntk_iterncgp.jacobian.rows import Rows
-from ntk_iterncgp.laplace_torch.checks import check_positive
-from ntk_iterncgp.laplace_torch.prior_of_fit import follows_prior
+from ntk_iterncgp.laplace_torch.hyperparameters import check_positive, follows_prior
 from ntk_iterncgp.laplace_torch.training_data import draws_from, noted
 from ntk_iterncgp.posterior.convergence import Convergence, convergence_at
 from ntk_iterncgp.posterior.detection import Novelty, latents_of, precision_of_median
@@ -27,7 +26,7 @@ from ntk_iterncgp.posterior.scores import AUTO, SCORES, Latent, against_rest, la
 from ntk_iterncgp.posterior.tuning import ValidationPart
 from ntk_iterncgp.posterior.weight_space import WeightPosterior
 from ntk_iterncgp.runtime.autocast import full_precision
-from ntk_iterncgp.runtime.threads import exclusively
+from ntk_iterncgp.runtime.threads import evaluating, exclusively
 
 if TYPE_CHECKING:
     from ntk_iterncgp.laplace_torch.base import IterNCGPLaplace

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
+from typing import Any
 
 import torch
 from laplace.baselaplace import BaseFunctionalLaplace
@@ -13,30 +14,26 @@ from laplace.utils.enums import Likelihood
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ntk_iterncgp.data.fixed_order import FixedOrderData, Inputs, evaluating
-from ntk_iterncgp.data.probe import FirstBatch
-from ntk_iterncgp.fitting.network import (
-    Budget,
-    Cost,
-    LinearisedNetwork,
-    NetworkFit,
-    NetworkSettings,
-    estimate_cost,
-    fit_network,
-    refine_network,
-)
+from ntk_iterncgp.data.fixed_order import FirstBatch, FixedOrderData, Inputs
+from ntk_iterncgp.fitting.cluster_run import fit_by_clusters, refine_by_clusters
+from ntk_iterncgp.fitting.cost import Cost, check_memory, check_memory_to_refine, estimate_cost, room_for_data
+from ntk_iterncgp.fitting.drive import Budget
+from ntk_iterncgp.fitting.network import LinearisedNetwork, NetworkFit, NetworkSettings
+from ntk_iterncgp.fitting.newton_fit import fit_by_products, refine_by_products
 from ntk_iterncgp.fitting.report import FitReport
 from ntk_iterncgp.jacobian.base import NetworkJacobian
+from ntk_iterncgp.jacobian.calling import unwrapped
 from ntk_iterncgp.jacobian.rows import Contrasts, Rows
-from ntk_iterncgp.laplace_torch.checks import check_hyperparameters
-from ntk_iterncgp.laplace_torch.saving import fingerprint, flatten, identity, same_fingerprint
+from ntk_iterncgp.laplace_torch.hyperparameters import check_hyperparameters
 from ntk_iterncgp.persistence.checkpoint import Checkpoint, open_session
+from ntk_iterncgp.persistence.fingerprint import described, digest, fingerprint, flatten, same_fingerprint
 from ntk_iterncgp.posterior.convergence import training_fall
 from ntk_iterncgp.posterior.weight_space import ConditionedPosterior, WeightPosterior
 from ntk_iterncgp.runtime import parallel
-from ntk_iterncgp.runtime.threads import exclusively
+from ntk_iterncgp.runtime.threads import evaluating, exclusively
 from ntk_iterncgp.runtime.validate import whole_number
-from ntk_iterncgp.solver import NewtonOptions, Policy
+from ntk_iterncgp.solver.newton import NewtonOptions
+from ntk_iterncgp.solver.policies import Policy
 
 
 class FittedNetwork(BaseFunctionalLaplace):
@@ -108,7 +105,7 @@ class FittedNetwork(BaseFunctionalLaplace):
             seed=seed,
         )
         self.dtype = dtype
-        self._fitted = False
+        self._fitted, model = False, unwrapped(model)
         _require_one_device(model)
         with exclusively(model):  # while another thread fits it, it holds other weights
             super().__init__(
@@ -124,7 +121,7 @@ class FittedNetwork(BaseFunctionalLaplace):
             )
         self.posterior: WeightPosterior
         self._report: FitReport | None = None
-        self._fit: NetworkFit | None = None  # what refine goes on from
+        self._fit: NetworkFit | None = None  # what refine resumes
         self._conditioned: tuple[tuple[Tensor, Tensor], ConditionedPosterior] | None = None
 
     # --- where J comes from ------------------------------------------------------------------------------------------
@@ -158,7 +155,7 @@ class FittedNetwork(BaseFunctionalLaplace):
     ) -> None:
         """Infer the posterior from all data of the loader. On failure the model and an earlier fit are as before.
 
-        With a `checkpoint` the work is saved as it goes, and the same call after a crash goes on from there.
+        With a `checkpoint` the work is saved as it goes, and the same call after a crash resumes it.
         """
         if not override:
             raise ValueError(
@@ -168,7 +165,10 @@ class FittedNetwork(BaseFunctionalLaplace):
         with exclusively(self.model), evaluating(self.model):
             network = self._network(train_loader)
             session = open_session(checkpoint, "fit", lambda: identity(self, network))
-            self._take(fit_network(network, self.settings, progress_bar=progress_bar, session=session))
+            cost = estimate_cost(network, self.settings, timed=False)
+            network.data.keep_bytes = room_for_data(check_memory(cost))
+            fit = fit_by_clusters if self.settings.in_groups else fit_by_products
+            self._take(fit(network, self.settings, progress_bar=progress_bar, session=session))
 
     @parallel.together()
     def refine(
@@ -184,7 +184,7 @@ class FittedNetwork(BaseFunctionalLaplace):
 
         Three exceptions, all of which keep it above the exact one: a refined mean may still move, and the curvature of
         the likelihood with it; where an iterable dataset was interrupted, groups are first completed; and with
-        `max_rank` the best combinations of all actions are kept, which may say less about some input than those before.
+        `max_rank` the best combinations of all actions are retained, which may say less about some input than before.
         """
         self._check_fitted()
         if epochs is None and seconds is None:
@@ -192,16 +192,17 @@ class FittedNetwork(BaseFunctionalLaplace):
         if self._fit is None:
             raise RuntimeError(
                 "refine must follow a fit in this process; got a loaded posterior, which holds what predictions need, "
-                "not the groups and actions to go on from. Try fit(train_loader)."
+                "not the groups and actions to resume. Try fit(train_loader)."
             )
         self._refresh_posterior()
         budget = Budget(epochs, seconds)
         with exclusively(self.model), evaluating(self.model):
             network, fitted = self._network(train_loader), self._fit
             session = open_session(checkpoint, "refine", lambda: identity(self, network, fitted, budget))
-            self._take(
-                refine_network(fitted, network, self.settings, budget, progress_bar=progress_bar, session=session)
-            )
+            fitted.first_batch.check_same(network.first_batch)
+            network.data.keep_bytes = room_for_data(check_memory_to_refine(fitted, network, self.settings, budget))
+            refine = refine_by_clusters if self.settings.in_groups else refine_by_products
+            self._take(refine(fitted, network, self.settings, budget, progress_bar=progress_bar, session=session))
 
     def estimate_cost(self, train_loader: DataLoader) -> Cost:
         """Seconds, epochs and memory of a fit and of predictions, from timing one batch; prints as a table."""
@@ -283,13 +284,13 @@ class FittedNetwork(BaseFunctionalLaplace):
             )
 
     def _posterior_now(self) -> ConditionedPosterior:
-        """The posterior for the current prior precision, noise and temperature; kept until one of them changes."""
-        kept, now = self._conditioned, (self.prior_precision.detach(), self._noise_scale.detach())
-        if kept is None or not all(map(torch.equal, kept[0], now)):
+        """The posterior for the current prior precision, noise and temperature; cached until one of them changes."""
+        cached, now = self._conditioned, (self.prior_precision.detach(), self._noise_scale.detach())
+        if cached is None or not all(map(torch.equal, cached[0], now)):
             self._check_hyperparameters()
             conditioned = self.posterior.conditioned(*now)
-            self._conditioned = kept = (now[0].clone(), now[1].clone()), conditioned
-        return kept[1]
+            self._conditioned = cached = (now[0].clone(), now[1].clone()), conditioned
+        return cached[1]
 
 
 def _require_one_device(model: nn.Module) -> None:
@@ -304,3 +305,33 @@ def _require_one_device(model: nn.Module) -> None:
             f"All parameters and buffers of the model must be on one device, with values; got {where}. Try "
             "model.to(device) for the whole model (from meta: load its weights first); the data follow it."
         )
+
+
+def identity(
+    la: FittedNetwork, network: LinearisedNetwork, fitted: NetworkFit | None = None, budget: Budget | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fingerprint of a run: settings of a fit, or of a refine and where it begins; and the model."""
+    own = {f.name: getattr(la.settings, f.name) for f in fields(la.settings)}
+    if own["cotangents"] is None and network.classification:
+        own["cotangents"] = 1  # which it means, and what earlier checkpoints say
+    if la.settings.in_groups:
+        own["policy"] = None  # as in earlier checkpoints
+    stopping, options = asdict(own.pop("stopping")), asdict(own.pop("options"))
+    settings = {
+        "flavour": type(la).__name__,
+        "likelihood": str(Likelihood(la.likelihood).value),
+        **described(own | stopping | options),
+        "prior_precision": described(network.prior_precision),
+        "prior_mean": described(network.prior_mean),
+        "noise_scale": float(network.noise_scale),
+        "weights": sum(network.layer_sizes),
+        "batch_size": network.data.batch_size,
+        "batches": len(network.data),
+        "dtype": str(network.jacobian.dtype),
+        "device": network.jacobian.device.type,
+    }
+    if fitted is not None and budget is not None:
+        settings |= {"epochs": budget.epochs, "seconds": budget.seconds, "epochs_before": fitted.report.epochs}
+        settings |= {"starts_from": described([fitted.posterior.noise_gram, fitted.posterior.images])}
+    model = {name: digest(value) for name, value in (*la.model.named_parameters(), *la.model.named_buffers())}
+    return settings, model

@@ -13,15 +13,15 @@ from laplace.utils.enums import Likelihood
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ntk_iterncgp.data.fixed_order import FixedOrderData, Inputs, to_device
-from ntk_iterncgp.data.probe import FirstBatch, Probe
-from ntk_iterncgp.jacobian.autograd import Jacobian, as_outputs, derivative_dtype
+from ntk_iterncgp.data.fixed_order import FirstBatch, FixedOrderData, Inputs, Probe, slice_rows, to_device
+from ntk_iterncgp.jacobian.autograd import Jacobian, derivative_dtype
 from ntk_iterncgp.jacobian.base import NetworkJacobian
+from ntk_iterncgp.jacobian.calling import arguments, as_outputs
 from ntk_iterncgp.jacobian.last_layer import LastLayerJacobian
 from ntk_iterncgp.jacobian.rows import Contrasts, Rows, contrasts_of
 from ntk_iterncgp.laplace_torch.base import IterNCGPLaplace
-from ntk_iterncgp.laplace_torch.checks import CheckedHyperparameters
-from ntk_iterncgp.priors.ntk import in_parts
+from ntk_iterncgp.laplace_torch.hyperparameters import CheckedHyperparameters
+from ntk_iterncgp.priors.rows import in_parts
 from ntk_iterncgp.runtime.threads import exclusively
 
 FEW = 2**16  # weights of a last layer, up to which its products are taken in float64
@@ -58,8 +58,13 @@ class IterNCGPAllLaplace(CheckedHyperparameters, IterNCGPLaplace):
             with torch.no_grad():
                 outputs = other.forward(x)
             if outputs.dtype == dtype:
+                other.vjp(slice_rows(x, slice(0, 1), len(outputs)), outputs[:1, :, None])
                 return other, outputs
-        except (RuntimeError, TypeError, NotImplementedError):  # a constant of its own dtype somewhere in it
+        except (
+            RuntimeError,
+            TypeError,
+            NotImplementedError,
+        ):  # it has a constant of its own dtype, or checkpoints gradients
             pass
         if self.dtype is not None:
             raise ValueError(
@@ -75,12 +80,10 @@ class IterNCGPAllLaplace(CheckedHyperparameters, IterNCGPLaplace):
                 self.model, dtype=dtype
             )  # cached: what it found out about the model cost two rows
         jacobian, x = self._jacobian, to_device(x, self._device)
-        data = FixedOrderData([(x, None)], device=self._device, dict_key_x=self.dict_key_x, dict_key_y=self.dict_key_y)
-        start = 0
-        for part in in_parts(jacobian, data, x, self.n_outputs, self.settings.chunk_bytes):
-            rows = slice(start, start + data.num_rows(part))
-            yield jacobian.rows(part, rows.stop - start, contrasts_of(contrasts, rows))
-            start = rows.stop
+        num_rows, start = len(x[self.dict_key_x] if isinstance(x, Mapping) else x), 0
+        for part, size in in_parts(jacobian, x, num_rows, self.n_outputs, self.settings.chunk_bytes):
+            yield jacobian.rows(part, size, contrasts_of(contrasts, slice(start, start + size)))
+            start += size
 
     def _layer_sizes(self) -> tuple[int, ...]:
         return tuple(value.numel() for value in self.params)
@@ -135,11 +138,13 @@ class IterNCGPLastLayerLaplace(CheckedHyperparameters, IterNCGPLaplace):
         **kwargs: Any,
     ) -> None:
         super().__init__(model, likelihood, sigma_noise, 1.0, 0.0, *args, **kwargs)
-        with exclusively(model):
-            copied = deepcopy(model)
+        with exclusively(self.model):
+            copied = deepcopy(self.model)
         for module in copied.modules():
             if isinstance(module, nn.Linear):  # the extractor looks at what is given by position
                 module.register_forward_pre_hook(_by_position, with_kwargs=True)
+        copied.register_forward_pre_hook(_as_it_asks, with_kwargs=True)
+        copied.register_forward_hook(_logits)
         self.extractor = CopyableFeatureExtractor(
             copied, last_layer_name, self.enable_backprop, feature_reduction=feature_reduction
         )
@@ -182,11 +187,12 @@ class IterNCGPLastLayerLaplace(CheckedHyperparameters, IterNCGPLaplace):
         def features_of(x: Inputs, y: Tensor) -> tuple[Tensor, Tensor]:
             outputs, features = self._with_features(x)
             found = jacobian.forward(features).to(outputs)
-            if not torch.allclose(found, outputs, rtol=1e-4, atol=1e-5, equal_nan=True):
+            if len(found) != len(outputs) or not torch.allclose(found, outputs, rtol=1e-4, atol=1e-5, equal_nan=True):
                 raise ValueError(
                     f"The model must end in its last linear layer, {self.extractor._last_layer_name!r}; got outputs "
-                    "that are not those of that layer. Try to return the layer's outputs as they are, or another "
-                    "layer (last_layer_name)."
+                    "that are not those of that layer at one place for each datum. Try to return the layer's "
+                    "outputs as they are, another layer (last_layer_name), or feature_reduction where it is applied "
+                    "at many places."
                 )
             return features, y
 
@@ -210,12 +216,10 @@ class IterNCGPLastLayerLaplace(CheckedHyperparameters, IterNCGPLaplace):
     def _rows_at(self, x: Inputs, contrasts: Contrasts | None = None) -> Iterator[Rows]:
         jacobian = LastLayerJacobian(self._layer, dtype=self.posterior.images.dtype)
         features = self._with_features(to_device(x, self._device))[1]
-        data = FixedOrderData([(features, None)], device=self._device)
         start = 0
-        for part in in_parts(jacobian, data, features, self.n_outputs, self.settings.chunk_bytes):
-            rows = slice(start, start + len(part))
-            yield jacobian.rows(part, len(part), contrasts_of(contrasts, rows))
-            start = rows.stop
+        for part, size in in_parts(jacobian, features, len(features), self.n_outputs, self.settings.chunk_bytes):
+            yield jacobian.rows(part, size, contrasts_of(contrasts, slice(start, start + size)))
+            start += size
 
     def _layer_sizes(self) -> tuple[int, ...]:
         return tuple(value.numel() for value in self.params)
@@ -235,6 +239,14 @@ class IterNCGPLastLayerLaplace(CheckedHyperparameters, IterNCGPLaplace):
             self.extractor.set_last_layer(state_dict["last_layer_name"])
             self._take_last_layer()
         super().load_state_dict(state_dict)
+
+
+def _as_it_asks(model: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    return arguments(model, given[0]) if len(given) == 1 and not named else None
+
+
+def _logits(model: nn.Module, given: Any, outputs: Any) -> Any:
+    return getattr(outputs, "logits", outputs)
 
 
 def _by_position(layer: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
-from ntk_iterncgp.data.fixed_order import FixedOrderData, evaluating
+from ntk_iterncgp.data.fixed_order import FixedOrderData
 from ntk_iterncgp.likelihoods import Gaussian, Softmax
 from ntk_iterncgp.posterior.predictive import expected_response
 from ntk_iterncgp.posterior.tuning import (
@@ -24,6 +24,7 @@ from ntk_iterncgp.posterior.tuning import (
     tune_by_gradient,
     tune_by_validation,
 )
+from ntk_iterncgp.runtime.threads import evaluating
 
 if TYPE_CHECKING:
     from ntk_iterncgp.laplace_torch.base import IterNCGPLaplace

@@ -1,77 +1,24 @@
-"""A fitted posterior as plain tensors and numbers, and whether a saved one, or a checkpoint, is of this model."""
+"""A fitted posterior as plain tensors and numbers, and whether a saved one is of this model."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 from laplace.utils.enums import Likelihood
-from torch import Tensor, nn
+from torch import Tensor
 
-from ntk_iterncgp.fitting.network import Budget, LinearisedNetwork, NetworkFit
 from ntk_iterncgp.fitting.network_check import check_posterior
-from ntk_iterncgp.laplace_torch.checks import kept_on_failure
 from ntk_iterncgp.laplace_torch.detector import Detector
-from ntk_iterncgp.laplace_torch.prior_of_fit import hyperparameters
-from ntk_iterncgp.persistence.fingerprint import described, digest
+from ntk_iterncgp.laplace_torch.hyperparameters import hyperparameters, kept_on_failure
+from ntk_iterncgp.persistence.fingerprint import fingerprint, flatten, same_fingerprint
 from ntk_iterncgp.posterior.weight_space import WeightPosterior
 
 if TYPE_CHECKING:
     from ntk_iterncgp.laplace_torch.base import IterNCGPLaplace
-    from ntk_iterncgp.laplace_torch.fitting import FittedNetwork
-
-
-def flatten(parameters: Mapping[str, Tensor]) -> Tensor:  # (P,)
-    """The weights as one vector."""
-    return torch.cat([value.detach().flatten() for value in parameters.values()])
-
-
-def fingerprint(model: nn.Module) -> Tensor:  # (tensors, 2)
-    """Two sums over each parameter and buffer, on the CPU: what a model is, in a few numbers."""
-    rows = []
-    for value in (*model.parameters(), *model.buffers()):
-        flat = value.detach().double().flatten()
-        ramp = torch.linspace(1, 2, max(1, len(flat)), dtype=torch.float64, device=flat.device)[: len(flat)]
-        rows.append(torch.stack([flat.abs().sum(), flat @ ramp]))
-    return torch.stack(rows).cpu()
-
-
-def same_fingerprint(one: Tensor, other: Tensor) -> bool:
-    """Up to the rounding of sums in another order."""
-    return one.shape == other.shape and torch.allclose(one, other.to(one), rtol=1e-9, atol=1e-12)
-
-
-def identity(
-    la: FittedNetwork, network: LinearisedNetwork, fitted: NetworkFit | None = None, budget: Budget | None = None
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """By what a checkpoint is known again: settings of a fit, or of a refine and where it begins; and the model."""
-    own = {f.name: getattr(la.settings, f.name) for f in fields(la.settings)}
-    if own["cotangents"] is None and network.classification:
-        own["cotangents"] = 1  # which it means, and what earlier checkpoints say
-    if la.settings.in_groups:
-        own["policy"] = None  # as in earlier checkpoints
-    stopping, options = asdict(own.pop("stopping")), asdict(own.pop("options"))
-    settings = {
-        "flavour": type(la).__name__,
-        "likelihood": str(Likelihood(la.likelihood).value),
-        **described(own | stopping | options),
-        "prior_precision": described(network.prior_precision),
-        "prior_mean": described(network.prior_mean),
-        "noise_scale": float(network.noise_scale),
-        "weights": sum(network.layer_sizes),
-        "batch_size": network.data.batch_size,
-        "batches": len(network.data),
-        "dtype": str(network.jacobian.dtype),
-        "device": network.jacobian.device.type,
-    }
-    if fitted is not None and budget is not None:
-        settings |= {"epochs": budget.epochs, "seconds": budget.seconds, "epochs_before": fitted.report.epochs}
-        settings |= {"starts_from": described([fitted.posterior.noise_gram, fitted.posterior.images])}
-    model = {name: digest(value) for name, value in (*la.model.named_parameters(), *la.model.named_buffers())}
-    return settings, model
 
 
 def to_state_dict(la: IterNCGPLaplace) -> dict[str, Any]:
@@ -125,7 +72,7 @@ def _identity(la: IterNCGPLaplace) -> dict[str, Any]:
 
 
 def _check(la: IterNCGPLaplace, saved: Mapping[str, Any]) -> None:
-    """Raise a sentence that names the first thing in which a saved posterior differs."""
+    """Raise an error that names the first thing in which a saved posterior differs."""
     for key, value in _identity(la).items():
         if key == "modules" and key not in saved:
             continue  # saved by an earlier version

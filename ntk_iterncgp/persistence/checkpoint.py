@@ -1,13 +1,13 @@
-"""Going on after a crash: what a run has done is saved as it goes, and the same call again takes it up from there.
+"""Resuming after a crash: what a run has done is saved as it goes, and the same call again resumes it.
 
     checkpoint = Checkpoint("runs/mine/checkpoint", every_seconds=30)
-    la.fit(train_loader, checkpoint=checkpoint)       # kill -9, then the same program again: it goes on, and says so
+    la.fit(train_loader, checkpoint=checkpoint)       # kill -9, then the same program again: it is resumed
 
 It ends with the numbers of a run that was never stopped, bit for bit on the same machine. What is saved belongs to one
 run: with other settings, another model or other data it is refused, and what differs is named.
 
 Two files take turns, each written whole before it counts, so the one before the last is always there: a last one that
-cannot be read is passed over with a sentence. A save that fails (a full disk) is told, and the run goes on without it.
+cannot be read is passed over with a message. A save that fails (a full disk) is reported, and the run continues.
 Nothing is lost but the work of the last `every_seconds`, or of the last product with the prior, which is saved whole;
 where a save takes long, saves are made so far apart that they take no more than a tenth of the time.
 
@@ -43,7 +43,7 @@ from ntk_iterncgp.runtime import parallel
 
 FORMAT, VERSION = "ntk-iterncgp checkpoint", 2
 SAVING_SHARE = 0.1  # of the time, at most
-MAX_TEXT, MAX_NAMED = 60, 5  # in a sentence about what differs
+MAX_TEXT, MAX_NAMED = 60, 5  # in a message about what differs
 
 Content = Mapping[str, Any]
 """A tree of tensors, numbers and texts. It does not depend on how many processes made it."""
@@ -55,7 +55,7 @@ class CheckpointMismatch(FileError):
 
 @final
 class Checkpoint:
-    """Where and how often to save. `say` is given a sentence when a run is taken up again, or a file is of no use."""
+    """Where and how often to save. `say` is given a message when a run is resumed, or a file is of no use."""
 
     def __init__(
         self, directory: str | Path, *, every_seconds: float = 30.0, say: Callable[[str], object] = print
@@ -111,7 +111,7 @@ class Checkpoint:
         )
 
     def has_ended(self) -> bool:
-        """A call has, and the next one is counted; whether what it saved is kept for the calls that belong to it."""
+        """A call has, and the next one is counted; whether what it saved is retained for those calls."""
         self._calls += 1
         return self._together
 
@@ -124,7 +124,7 @@ class CheckpointSession:
         self, checkpoint: Checkpoint | None, name: str = "", identity: Mapping[str, Any] | None = None
     ) -> None:
         self.checkpoint, self.name, self.identity = checkpoint, name, identity or {}
-        self.saved: Any = None  # what to go on from
+        self.saved: Any = None  # what to resume
         self.has_ended = False
         self._sequence, self._last_save, self._save_seconds = 0, time.monotonic(), 0.0
         self._complained = False
@@ -140,7 +140,7 @@ class CheckpointSession:
         return self.checkpoint is not None
 
     def is_due(self) -> bool:
-        """Whether it is time to save again; of several processes the main one's clock says so."""
+        """Whether it is time to save again; of several processes the main one's clock decides."""
         if self.checkpoint is None:
             return False
         wait = max(self.checkpoint.every_seconds, self._save_seconds / SAVING_SHARE)
@@ -152,7 +152,7 @@ class CheckpointSession:
             self.save(content())
 
     def save(self, content: Content, *, has_ended: bool = False) -> None:
-        """Save now. What goes wrong is told once; the run goes on, and the last good file stays. One process writes."""
+        """Save now. What fails is reported once; the run continues, the last good file stays. One process writes."""
         if self.checkpoint is None or not parallel.is_main():
             return
         started = time.monotonic()
@@ -172,14 +172,14 @@ class CheckpointSession:
             if not self._complained:
                 self._complained = True
                 self._say(
-                    f"Could not save to '{self.checkpoint.directory}' ({error.strerror or error}). The run goes on and "
-                    f"tries again{'' if self._sequence == 0 else '; what was saved before is intact'}."
+                    f"Could not save to '{self.checkpoint.directory}' ({error.strerror or error}). The run continues "
+                    f"and tries again{'' if self._sequence == 0 else '; what was saved before is intact'}."
                 )
         self._last_save = time.monotonic()
         self._save_seconds = self._last_save - started
 
     def end(self, content: Callable[[], Content]) -> None:
-        """The call has its result: kept where more calls follow, else removed."""
+        """The call has its result: retained where more calls follow, else removed."""
         if self.checkpoint is None:
             return
         is_kept = self.checkpoint.has_ended()
@@ -193,7 +193,7 @@ class CheckpointSession:
             self.checkpoint.remove_folder_if_empty()
 
     def forget(self) -> None:
-        """What was saved has been taken up, and need not be in memory twice."""
+        """What was saved has been resumed, and need not be in memory twice."""
         self.saved = None
 
     def _path(self, slot: int) -> Path:
@@ -241,12 +241,12 @@ class CheckpointSession:
                 f"({error.strerror or error}). Try another folder."
             ) from error
 
-    def _say(self, sentence: str) -> None:
+    def _say(self, message: str) -> None:
         if self.checkpoint is not None and parallel.is_main():
-            self.checkpoint.say(sentence)
+            self.checkpoint.say(message)
 
     def _read(self, slot: int) -> tuple[dict[str, Any], Any] | None:
-        """What one of the two files holds; None, with a sentence, where it cannot be used."""
+        """What one of the two files holds; None, with a message, where it cannot be used."""
         path = self._path(slot)
         if not path.exists() or self.checkpoint is None:
             return None
@@ -255,7 +255,7 @@ class CheckpointSession:
             content = with_tensors(about["content"], tensors)
             kinds = {"sequence": int, "has_ended": bool, "identity": dict}
             if not isinstance(content, dict) or any(type(about[key]) is not kind for key, kind in kinds.items()):
-                raise TypeError("nothing to go on from is in it")
+                raise TypeError("nothing to resume is in it")
         except FileError as error:
             problem = str(error)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -268,7 +268,7 @@ class CheckpointSession:
     # --- whose it is --------------------------------------------------------------------------------------------------
 
     def refuse(self, differences: list[str]) -> None:
-        """Raise a sentence that names what differs from the run that was saved, if anything does."""
+        """Raise an error that names what differs from the run that was saved, if anything does."""
         if differences:
             assert self.checkpoint is not None
             if self._lock is not None:
@@ -307,7 +307,7 @@ def unusable(what: str, error: Exception) -> FileError:
 
 
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """In sentences: settings with both values, parts of the model by name."""
+    """In words: settings with both values, parts of the model by name."""
     old, new = saved.get("settings"), now["settings"]
     if not isinstance(old, dict):
         named = ["it does not say of which settings it is"]

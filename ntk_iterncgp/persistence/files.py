@@ -49,7 +49,7 @@ Writer = Callable[[Path], object]
 
 
 class FileError(ValueError):
-    """A file that cannot be used, in one sentence."""
+    """A file that cannot be used, with a message of one line."""
 
 
 # --- writing ------------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def tensor_writer(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str,
         start, end, value = end, end + sizes[name], tensors[name]
         if value.dtype not in DTYPES:
             raise FileError(
-                f"'{path}' cannot hold '{name}': it is {value.dtype}, and a file of ours has no such numbers."
+                f"'{path}' cannot hold '{name}': it is {value.dtype}, which files of this format do not have."
             )
         header[name] = {"dtype": DTYPES[value.dtype], "shape": list(value.shape), "data_offsets": [start, end]}
     header[DIGEST] = {"dtype": "U8", "shape": [32], "data_offsets": [end, end + 32]}
@@ -186,7 +186,7 @@ def read_tensors(path: Path, kind: str, newest: int, *, unsigned: int = 0) -> tu
     found = about.get("format") if isinstance(about, dict) else None
     version = _version(found, kind)
     if version is None:
-        raise FileError(f"'{path}' is expected to have the format '{kind} {newest}', but has {found!r:.80}.")
+        raise FileError(f"'{path}' must have the format '{kind} {newest}'; got {found!r:.80}. Try a file of this kind.")
     if version > newest:
         raise FileError(
             f"'{path}' has the format '{found}', which is newer than '{kind} {newest}'. Use the version of "

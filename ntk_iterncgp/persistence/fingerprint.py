@@ -1,4 +1,4 @@
-"""By what settings, models and data are known again: short numbers that change when anything in them does."""
+"""Fingerprints of settings, models and data: short numbers that change when anything in them does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from ntk_iterncgp.data.fixed_order import FixedOrderData, Inputs
+from ntk_iterncgp.persistence.checkpoint import CheckpointSession
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WIDTH = 2**14
@@ -38,7 +41,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def described(value: Any) -> Any:
-    """An object as JSON by which it is known again: plain values as they are, tensors by their digest, functions by
+    """The fingerprint of an object, as JSON: plain values as they are, tensors by their digest, functions by
     their name, other objects by their class and what plain values and tensors they hold."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
@@ -60,3 +63,55 @@ def described(value: Any) -> Any:
 def _odd(number: int, seed: int) -> Tensor:  # (number,)
     drawn = torch.randint(-(2**62), 2**62, (number,), generator=torch.Generator().manual_seed(seed))
     return 2 * drawn + 1
+
+
+def flatten(parameters: Mapping[str, Tensor]) -> Tensor:  # (P,)
+    """The weights as one vector."""
+    return torch.cat([value.detach().flatten() for value in parameters.values()])
+
+
+def fingerprint(model: nn.Module) -> Tensor:  # (tensors, 2)
+    """Two sums over each parameter and buffer, on the CPU: what a model is, in a few numbers."""
+    rows = []
+    for value in (*model.parameters(), *model.buffers()):
+        flat = value.detach().double().flatten()
+        ramp = torch.linspace(1, 2, max(1, len(flat)), dtype=torch.float64, device=flat.device)[: len(flat)]
+        rows.append(torch.stack([flat.abs().sum(), flat @ ramp]))
+    return torch.stack(rows).cpu()
+
+
+def same_fingerprint(one: Tensor, other: Tensor) -> bool:
+    """Up to the rounding of sums in another order."""
+    return one.shape == other.shape and torch.allclose(one, other.to(one), rtol=1e-9, atol=1e-12)
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def batch_digests(data: FixedOrderData, x: Inputs, y: Tensor) -> Tensor:  # (b,)
+    """Of the inputs and targets of one batch."""
+    rows = data.num_rows(x)
+    values = [x[key] for key in sorted(x, key=str)] if isinstance(x, Mapping) else [x]
+    columns = [value for value in (*values, y) if isinstance(value, Tensor) and value.ndim and len(value) == rows]
+    return digest_rows(*columns).cpu() if columns else torch.zeros(rows, dtype=torch.int64)
+
+
+def data_digests(data: FixedOrderData) -> Tensor:  # (N,)
+    """Of all data: they are read over once."""
+    parts = data.each_batch(lambda x, y: (batch_digests(data, x, y).to(data.device),))
+    return torch.cat([part.cpu() for (part,) in parts])
+
+
+def checked_digests(session: CheckpointSession, data: FixedOrderData) -> Tensor | None:  # (N,)
+    """Of all data, after a check that they are those of what was saved; None where nothing is saved.
+
+    Of a forward sweep that was saved in part, the data it had seen are compared.
+    """
+    if not session.is_kept:
+        return None
+    found = data_digests(data)
+    if session.saved is not None:
+        known = session.saved["data"]
+        seen = len(known) if "look" in session.saved and isinstance(known, Tensor) else len(found)
+        session.check_data(found[:seen])
+    return found

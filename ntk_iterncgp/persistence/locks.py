@@ -78,7 +78,7 @@ class FolderLock:
             self._file = _locked(self.path, folder)
             _held[self.path] = self
         about = {"pid": self.process, "host": socket.gethostname(), "purpose": purpose, "since": time.time()}
-        with contextlib.suppress(OSError):  # a full disk: then nobody is told who holds it
+        with contextlib.suppress(OSError):  # a full disk: then nobody knows who holds it
             os.ftruncate(self._file, 0)
             os.lseek(self._file, 0, os.SEEK_SET)
             os.write(self._file, json.dumps(about).encode())

@@ -28,9 +28,8 @@ import torch
 from torch import Tensor
 
 from ntk_iterncgp.jacobian.rows import Rows
-from ntk_iterncgp.linalg.factor import Factor
-from ntk_iterncgp.linalg.inner_products import SLICE_ROWS, inner_products
-from ntk_iterncgp.runtime.autocast import full_precision
+from ntk_iterncgp.linalg.factor import SLICE_ROWS, Factor, inner_products
+from ntk_iterncgp.runtime.threads import full_precision
 
 EPS = torch.finfo(torch.float64).eps
 DERIVATIVE_ROUNDINGS = 8  # ε of a derivative, in units of the rounding of one number

@@ -92,7 +92,7 @@ class Prior(ABC):
 
     @property
     def product_tolerance(self) -> float:
-        """How far entries of K may be off in a product, beyond the rounding of sums, as a share of k(x, x)."""
+        """How far entries of K may be off in a product, beyond the rounding of sums, as a fraction of k(x, x)."""
         return 0.0
 
     def variance_scale(self) -> float:

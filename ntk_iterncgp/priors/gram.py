@@ -3,7 +3,7 @@
 K is block diagonal over the outputs and never formed; k(X, X) V is a `KernelMatrix`, which chooses how to multiply.
 With one kernel for all outputs a product is a single k(X, X) @ (N, C).
 
-Several processes share the work of a product by tiles, each of which serves twice since k(X, X) is symmetric, and sum
+Several processes divide the work of a product by tiles, each of which serves twice since k(X, X) is symmetric, and sum
 what they have; on GPUs by rows, where products do not know of symmetry. Either way the rows of the new actions are
 gathered, and of them and their images each process keeps its own rows.
 

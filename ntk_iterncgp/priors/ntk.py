@@ -8,21 +8,17 @@ k(x, X) S = J(x) Λ⁻¹ A at new inputs asks for no training data.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from ntk_iterncgp.data.fixed_order import FixedOrderData, Inputs
+from ntk_iterncgp.data.fixed_order import FixedOrderData, Inputs, slice_rows
 from ntk_iterncgp.jacobian.base import NetworkJacobian
-from ntk_iterncgp.jacobian.rows import Rows
-from ntk_iterncgp.jacobian.trace import affordable_data, plan_trace
 from ntk_iterncgp.likelihoods.base import CurvatureAt
 from ntk_iterncgp.linalg.columns import Buffer, Columns, DenseColumns, Images, Weight
 from ntk_iterncgp.priors.base import AtInputs, Prior
+from ntk_iterncgp.priors.rows import affordable_data, curvature_diagonal, in_parts, plan_trace, rows_of_data
 from ntk_iterncgp.runtime import parallel
-
-TRACE_ENTRIES = 2**20  # of blocks of W at once
 
 
 class NetworkImages(Images):
@@ -96,15 +92,6 @@ class NTKPrior(Prior):
         parts = [self.jacobian.jvp(x, weights).flatten(0, 1) for _, x, _ in self.data.sweep(self.shard)]
         return torch.cat(parts) if parts else weights[:0]
 
-    def rows(self) -> Iterator[tuple[slice, Rows]]:
-        """The rows of J of this process's data, in parts that fit in `chunk_bytes`: one sweep."""
-        for data, x, _ in self.data.sweep(self.shard):
-            start = data.start
-            for part in in_parts(self.jacobian, self.data, x, self.num_outputs, self.chunk_bytes):
-                size = self.data.num_rows(part)
-                yield slice(start, start + size), self.jacobian.rows(part, size)
-                start += size
-
     # --- the contract ---------------------------------------------------------------------------------------------
 
     def image(self, actions: Columns) -> NetworkImages:
@@ -141,91 +128,31 @@ class NTKPrior(Prior):
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         with torch.no_grad():
-            for data, rows in self.rows():
+            for data, rows in rows_of_data(self.jacobian, self.data, self.shard, self.num_outputs, self.chunk_bytes):
                 yield data, rows.covariance(self.prior_variance)
 
     def pick(self, rows: Tensor) -> Iterator[tuple[Tensor, Inputs]]:
-        return self.data.pick(rows, self.num_data, self._rows_at_once())
+        at_once = max(1, self.chunk_bytes // self.jacobian.bytes_per_row(self.num_outputs))
+        return self.data.pick(rows, self.num_data, at_once)
 
     def curvature_trace(self, curvature: Weight) -> float:
+        assert isinstance(curvature, CurvatureAt)
         return float(self.curvature_diagonal(curvature) @ self.prior_variance)
 
     @property
     def trace_is_exact(self) -> bool:
         return self.trace.is_exact
 
-    def curvature_diagonal(self, curvature: Weight) -> Tensor:  # (P,)
-        """The diagonal of JᵀWJ, of which tr(W K) = Σ_p diag_p / λ_p for any prior precision: exact, or an unbiased
-        estimate (`trace.py`). For probes `curvature` is to be a `CurvatureAt`."""
+    def curvature_diagonal(self, curvature: CurvatureAt) -> Tensor:  # (P,)
+        """The diagonal of JᵀWJ (`rows.py`)."""
         if self._diagonal is not None:
             return self._diagonal
-        if self.trace.is_exact:
-            diagonal = self._of_all_rows(curvature)
-        elif self.trace.num_rows:
-            diagonal = self._of_some_rows(curvature)
-        else:
-            assert isinstance(curvature, CurvatureAt)
-            diagonal = self._of_probes(curvature)
+        diagonal = curvature_diagonal(
+            self.jacobian, self.data, curvature, self.trace, chunk_bytes=self.chunk_bytes, seed=self.sample_seed
+        )
         if self._curvature_stays:
             self._diagonal = diagonal
         return diagonal
-
-    def _of_all_rows(self, curvature: Weight) -> Tensor:  # (P,)
-        total = self._zeros()
-        with torch.no_grad():
-            for data, rows in self.rows():
-                total += rows.curvature_diagonal(partial(curvature, data))
-        return self.shard.sum(total)
-
-    def _of_some_rows(self, curvature: Weight) -> Tensor:  # (P,)
-        total, (sample, counts) = self._zeros(), self._sample(curvature, self.trace.num_rows)
-
-        def counted(part: Tensor, block: Tensor) -> Tensor:
-            return counts[part][:, None, None] * curvature(part, block)
-
-        mine = parallel.Shard.even(len(sample)).take(sample)
-        with torch.no_grad():
-            for part, x in self.data.pick(mine, self.num_data, self._rows_at_once()):
-                total += self.jacobian.rows(x, len(part)).curvature_diagonal(partial(counted, part))
-        return parallel.all_sum(total)
-
-    def _of_probes(self, curvature: CurvatureAt) -> Tensor:  # (P,)
-        """Backward passes at single data, the same whatever the number of processes."""
-        traces, number = curvature.traces(), self.trace.num_probes
-        drawn = self._draw(traces, number).sort().values
-        uniform = torch.rand(number, generator=self._generator(1), dtype=torch.float64).to(self.device)
-        shard = parallel.Shard.even(number)
-        total, eye = self._zeros(), torch.eye(self.num_outputs, dtype=torch.float64, device=self.device)
-        picked = self.data.pick(shard.take(drawn), self.num_data, 1)
-        for (datum, x), chance in zip(picked, shard.take(uniform), strict=True):
-            root = curvature.root(datum, eye[None])[0]  # (C, C)
-            sizes = root.square().sum(0).cumsum(0)
-            column = root[:, int(torch.searchsorted(sizes, chance * sizes[-1]).clamp_max(self.num_outputs - 1))]
-            cotangent = column / column.norm().clamp_min(1e-300)
-            total += self.jacobian.vjp(x, cotangent[None, :, None].to(self.dtype))[:, 0].double().square()
-        return parallel.all_sum(total) * traces.sum() / number
-
-    def _sample(self, curvature: Weight, size: int) -> tuple[Tensor, Tensor]:
-        """Which data are in a sample, and how much each datum of all counts (N,)."""
-        if isinstance(curvature, CurvatureAt):
-            traces = curvature.traces()
-        else:
-            traces = curvature_traces(curvature, self.num_data, self.num_outputs, self.device)
-        drawn, probability = self._draw(traces, size), traces.clamp_min(1e-300)
-        counts = torch.bincount(drawn, minlength=self.num_data) / (size * probability / probability.sum())
-        return drawn.unique(), counts
-
-    def _draw(self, traces: Tensor, size: int) -> Tensor:  # (N,) -> (size,)
-        """Data, each with probability in proportion to its trace."""
-        sums = traces.clamp_min(1e-300).cumsum(0)
-        uniform = torch.rand(size, generator=self._generator(0), dtype=torch.float64).to(self.device)
-        return torch.searchsorted(sums / sums[-1], uniform).clamp_max(self.num_data - 1)
-
-    def _generator(self, stream: int) -> torch.Generator:
-        return torch.Generator().manual_seed(2 * self.sample_seed + stream)
-
-    def _zeros(self) -> Tensor:  # (P,)
-        return torch.zeros(self.jacobian.num_params, dtype=torch.float64, device=self.device)
 
     def checked_data(self, wanted: int) -> int:
         return affordable_data(self.jacobian, self.num_data, self.num_outputs, wanted)
@@ -235,46 +162,14 @@ class NTKPrior(Prior):
         largest = torch.zeros((), dtype=torch.float64, device=self.device)
         if parallel.is_main() or self.shard.is_whole:
             x = next(self.data.batches())[0]
-            some = next(self.data.chunk(x, self.checked_data(self.data.num_rows(x))))
-            part = next(in_parts(self.jacobian, self.data, some, self.num_outputs, self.chunk_bytes))
+            num_rows = self.data.num_rows(x)
+            some = min(num_rows, self.checked_data(num_rows))
+            first = slice_rows(x, slice(0, some), num_rows)
+            part, size = next(in_parts(self.jacobian, first, some, self.num_outputs, self.chunk_bytes))
             with torch.no_grad():
-                rows = self.jacobian.rows(part, self.data.num_rows(part))
+                rows = self.jacobian.rows(part, size)
                 largest += rows.covariance(self.prior_variance).diagonal(dim1=1, dim2=2).max()
         return float(largest if self.shard.is_whole else parallel.from_main(largest))
-
-    def _rows_at_once(self) -> int:
-        return max(1, self.chunk_bytes // self.jacobian.bytes_per_row(self.num_outputs))
-
-
-def curvature_traces(curvature: Weight, num_data: int, num_outputs: int, device: torch.device) -> Tensor:  # (N,)
-    """tr(W_n) of each datum: how undecided it is. A few data at a time, since C×C numbers for all would be many."""
-    eye, size = torch.eye(num_outputs, dtype=torch.float64, device=device), 1 + TRACE_ENTRIES // num_outputs**2
-    parts = []
-    for start in range(0, num_data, size):
-        rows = slice(start, min(start + size, num_data))
-        block = curvature(rows, eye.expand(rows.stop - start, -1, -1))
-        parts.append(block.diagonal(dim1=1, dim2=2).sum(1))
-    return torch.cat(parts)
-
-
-def in_parts(
-    jacobian: NetworkJacobian, data: FixedOrderData, x: Inputs, num_outputs: int, chunk_bytes: int
-) -> Iterator[Inputs]:
-    """A batch in parts whose rows of J fit in `chunk_bytes`, or a sentence that names the sizes."""
-    jacobian.prepare(x, data.num_rows(x))
-    per_row = jacobian.bytes_per_row(num_outputs)
-    if per_row > chunk_bytes:
-        raise ValueError(
-            f"chunk_bytes is expected to hold the rows of the Jacobian for one input, {num_outputs} outputs × "
-            f"{jacobian.num_params:,} weights, which take {_size(per_row)}, but it is {_size(chunk_bytes)}. Raise "
-            "chunk_bytes, or choose fewer weights."
-        )
-    return data.chunk(x, chunk_bytes // per_row)
-
-
-def _size(num_bytes: int) -> str:
-    """In MiB, or in bytes where that would read 0.0."""
-    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes:,} bytes"
 
 
 def sweep_outputs(jacobian: NetworkJacobian, data: FixedOrderData) -> tuple[Tensor, Tensor]:  # (N, C), targets

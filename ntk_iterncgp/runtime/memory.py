@@ -36,12 +36,12 @@ def available_bytes(device: torch.device) -> int | None:
 
 def resident_bytes() -> int:
     """What this process holds in memory, as Linux counts it."""
-    return _process()["VmRSS"]
+    return _table(Path("/proc/self/status"))["VmRSS"]
 
 
 def peak_resident_bytes() -> int:
     """The most it has held since it began, or since `restart_peak`."""
-    return _process()["VmHWM"]
+    return _table(Path("/proc/self/status"))["VmHWM"]
 
 
 def restart_peak() -> bool:
@@ -67,8 +67,7 @@ def require_memory(needed: int, available: int | None, advice: str) -> None:
     """Raise a `MemoryError` that names both sizes, unless it fits or nobody knows."""
     if available is not None and needed > available:
         raise MemoryError(
-            f"The fit is expected to fit in memory, but it takes {mebibytes(needed)} of {mebibytes(available)} "
-            f"available. {advice}"
+            f"The fit must take at most {mebibytes(available)}, the memory available; got {mebibytes(needed)}. {advice}"
         )
 
 
@@ -77,46 +76,35 @@ def mebibytes(size: int | None) -> str:
 
 
 def _limits_of_process() -> Iterator[int]:
-    used = _process()
-    if resource is None:
-        return
-    for limit, size in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
-        soft = resource.getrlimit(limit)[0]
+    used = _table(Path("/proc/self/status"))
+    for name, size in (("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")) if resource is not None else ():
+        soft = resource.getrlimit(getattr(resource, name))[0]
         if soft != resource.RLIM_INFINITY and size in used:
             yield soft - used[size]
 
 
 def _limits_of_container() -> Iterator[int]:
-    for folder in _cgroups(Path("/proc/self/cgroup")):
-        for limit, usage in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-            allowed, used = _number(folder / limit), _number(folder / usage)
-            if allowed is not None and used is not None and allowed < 2**60:  # version 1 says "none" as a huge number
-                yield allowed - used + _reclaimable(folder / "memory.stat")
-
-
-def _cgroups(table: Path) -> Iterator[Path]:
-    """The folders of this process's cgroup and of those that it lies in."""
-    for line in _text(table).splitlines():
+    """Of this process's cgroup, and of those that it lies in."""
+    for line in _text(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controllers in ("", "memory"):
-            root = CGROUPS / controllers if controllers else CGROUPS
-            inner = root / path.lstrip("/")
-            yield from (folder for folder in (inner, *inner.parents) if folder.is_relative_to(root))
+        if controllers not in ("", "memory"):
+            continue
+        root = CGROUPS / controllers if controllers else CGROUPS
+        inner = root / path.lstrip("/")
+        for folder in (inner, *inner.parents):
+            if not folder.is_relative_to(root):
+                break
+            for limit, usage in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+                allowed, used = _text(folder / limit).strip(), _text(folder / usage).strip()
+                # "max" is no limit, and version 1 says so by a huge number
+                if allowed.isdigit() and used.isdigit() and int(allowed) < 2**60:
+                    yield int(allowed) - int(used) + _reclaimable(folder / "memory.stat")
 
 
 def _reclaimable(file: Path) -> int:
     """Files in the page cache, which are given up when memory is needed."""
     stat = dict(line.split()[:2] for line in _text(file).splitlines() if len(line.split()) >= 2)
     return int(stat.get("inactive_file", stat.get("total_inactive_file", 0)))
-
-
-def _number(file: Path) -> int | None:
-    text = _text(file).strip()
-    return int(text) if text.isdigit() else None  # "max" is no limit
-
-
-def _process() -> dict[str, int]:
-    return _table(Path("/proc/self/status"))
 
 
 def _table(file: Path) -> dict[str, int]:
@@ -128,5 +116,5 @@ def _table(file: Path) -> dict[str, int]:
 def _text(file: Path) -> str:
     try:
         return file.read_text()
-    except OSError:  # not there, or not ours to read
+    except OSError:  # not there, or not readable
         return ""

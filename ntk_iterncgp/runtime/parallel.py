@@ -1,6 +1,6 @@
 """Several processes that work as one, under torchrun or any initialised process group.
 
-The rows of the data are shared out, one contiguous block to each process, and with them all that is expensive: sweeps
+The rows of the data are divided, one contiguous block to each process, and with them all that is expensive: sweeps
 over a network's data, products with a kernel, matrices of n = N·C rows. Weight space, small matrices and the handful of
 vectors over all data are the same in every process, bit for bit, so that every process takes the same decisions. What
 goes over the wire is listed in docs/scaling.md.
@@ -83,8 +83,8 @@ def joined(device_type: str) -> Iterator[None]:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timeout=TIMEOUT)
     except (ValueError, RuntimeError) as error:
         raise ProcessFailed(
-            f"This process is expected to be one of {os.environ['WORLD_SIZE']} (WORLD_SIZE), but cannot find the "
-            f"others ({str(error).partition(chr(10))[0]}). Start all of them with torchrun."
+            f"This process must be one of {os.environ['WORLD_SIZE']} (WORLD_SIZE); got no connection to the others "
+            f"({str(error).partition(chr(10))[0]}). Try to start all of them with torchrun."
         ) from error
     try:
         yield
@@ -161,8 +161,8 @@ def check_same(tensors: Sequence[Tensor], what: str) -> None:
     mine = torch.stack([_fingerprint(tensor) for tensor in tensors]).nan_to_num(0.5).to(_control_device())
     if any_of(not torch.equal(mine, from_main(mine.clone()))):
         raise ValueError(
-            f"{what} expected to be the same in all {num_processes()} processes, which work on one problem together, "
-            "but differ. Load or seed them alike in every process."
+            f"{what} must be the same in all {num_processes()} processes, which work on one problem together; got "
+            "different ones. Try to load or seed them alike in every process."
         )
 
 
@@ -293,7 +293,7 @@ def together() -> Iterator[None]:
 
 
 def _finish(work: dist.Work | None) -> None:
-    """Wait for the others, and look from time to time whether one of them will never come."""
+    """Wait for the others, and ask from time to time whether one of them will never come."""
     assert work is not None
     pause, next_look = 2e-5, time.monotonic() + LOOK_SECONDS
     try:

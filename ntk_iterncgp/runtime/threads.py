@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from torch.backends import cuda, mha
 
@@ -50,16 +51,22 @@ def together(thing: object, enter: Callable[[], T], leave: Callable[[T], object]
                 _inside[id(thing)] = (users - 1, kept)
 
 
-def enter_eval_mode(model: nn.Module) -> list[tuple[nn.Module, bool]]:
-    """Returns each module's own flag as it was."""
-    flags = [(module, module.training) for module in model.modules()]
-    model.eval()
-    return flags
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode, in full precision; each module's own flag comes back afterwards, whatever happens."""
 
+    def enter() -> list[tuple[nn.Module, bool]]:
+        flags = [(module, module.training) for module in model.modules()]
+        model.eval()
+        return flags
 
-def leave_eval_mode(flags: list[tuple[nn.Module, bool]]) -> None:
-    for module, training in flags:
-        module.training = training
+    def leave(flags: list[tuple[nn.Module, bool]]) -> None:
+        for module, training in flags:
+            module.training = training
+
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    with together(model, enter, leave), full_precision(device):
+        yield
 
 
 def exclusively(model: nn.Module) -> threading.RLock:
@@ -86,3 +93,11 @@ def plain_attention() -> Iterator[None]:
 
     with together(ATTENTION, enter, leave):  # and not `sdpa_kernel`, which the thread that entered it must leave
         yield
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[Any]:
+    """Without autocast: a variance is a difference of numbers that are nearly the same, and half of their digits, which
+    is enough for a forward pass, leaves one that is far too small."""
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)

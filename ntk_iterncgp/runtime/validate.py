@@ -9,9 +9,9 @@ def whole_number(name: str, value: object, *, at_least: int, or_none: bool = Fal
     """A setting that counts something, as a Python int; NumPy's whole numbers are whole numbers."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < at_least:
         kind = "None or a whole number" if or_none else "a whole number"
-        raise ValueError(f"{name} expects {kind} of at least {at_least}, but got {value!r}.")
+        raise ValueError(f"`{name}` must be {kind} of at least {at_least}; got {value!r}. Try {name}={at_least}.")
     if int(value) >= 2**63:
-        raise ValueError(f"{name} expects a whole number below 2^63, but got a larger one.")
+        raise ValueError(f"`{name}` must be a whole number below 2^63; got a larger one. Try a smaller one.")
     return int(value)
 
 
@@ -22,7 +22,7 @@ def seed_number(value: object) -> int:
 def non_negative(name: str, value: object) -> float:
     """A tolerance: a number of at least 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
-        raise ValueError(f"{name} expects a number of at least 0, but got {value!r}.")
+        raise ValueError(f"`{name}` must be a number of at least 0; got {value!r}. Try {name}=0.")
     if isinstance(value, int) and value >= 2**63:
-        raise ValueError(f"{name} expects a number below 2^63, but got a larger one.")
+        raise ValueError(f"`{name}` must be a number below 2^63; got a larger one. Try a smaller one.")
     return value

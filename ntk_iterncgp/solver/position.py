@@ -1,7 +1,7 @@
 """Where a run stands within its loops, so that it can be resumed from a state alone.
 
-A run is a generator, and its loop counters would be lost with it. So they are kept here, and each state that is yielded
-carries them: resumed from such a state, a run continues as if it had never stopped.
+A run is a generator, and its loop counters would be lost with it. So they are stored here, and each state that is
+yielded carries them: resumed from such a state, a run continues as if it had never stopped.
 """
 
 from __future__ import annotations

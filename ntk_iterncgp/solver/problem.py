@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ntk_iterncgp.likelihoods import Likelihood
-from ntk_iterncgp.likelihoods.base import ANY_VARIANCE, CurvatureAt
+from ntk_iterncgp.likelihoods.base import ANY_VARIANCE, CurvatureAt, Likelihood
 from ntk_iterncgp.linalg.columns import Columns, Weight
 from ntk_iterncgp.priors.base import Prior
 

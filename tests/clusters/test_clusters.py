@@ -3,6 +3,7 @@
 import itertools
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,14 +12,15 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.func import functional_call, jacrev, vmap
 
-from ntk_iterncgp.clusters import directions, grouping, passes
-from ntk_iterncgp.clusters.directions import along, most_curved
-from ntk_iterncgp.clusters.grouping import group, groups_for
-from ntk_iterncgp.fitting.cluster_state import unfolded
+from ntk_iterncgp.clusters import clusters, grouping
+from ntk_iterncgp.clusters.grouping import along, group, groups_for, most_curved
+from ntk_iterncgp.fitting import cluster_run
+from ntk_iterncgp.fitting.cluster_run import unfolded
 from ntk_iterncgp.jacobian.rows import DenseRows
 from ntk_iterncgp.likelihoods import Softmax
-from ntk_iterncgp.linalg import independence
-from ntk_iterncgp.linalg.independence import independent_columns
+from ntk_iterncgp.linalg import factor
+from ntk_iterncgp.linalg.factor import independent_columns
+from ntk_iterncgp.priors import rows as rows_of_prior
 from tests.clusters_helpers import PRIOR_PRECISION, digits, joint_variance, make_net
 from tests.laplace_helpers import MLP, ONE, SEVERAL, close, fitted, full_laplace, near_and_far, not_below, written_out
 from tests.network_cases import NetworkCase, dense_jacobian
@@ -238,7 +240,7 @@ def test_a_budget_for_a_part_of_the_pass_gets_as_many_groups_as_actions() -> Non
     whole = net.laplace(num_actions=6)
     whole.fit(net.loader())
     enough = whole.report_.epochs
-    assert 1 / 3 + directions.LOOKS <= enough < 4 / 3
+    assert 1 / 3 + grouping.LOOKS <= enough < 4 / 3
     for max_epochs, groups in ((enough - 0.1, 6), (enough, 48), (4 / 3, 48)):
         la = net.laplace(num_actions=6, max_epochs=max_epochs)
         la.fit(net.loader())
@@ -265,13 +267,13 @@ def test_decided_data_are_left_out_of_the_first_sweep_alone(monkeypatch: pytest.
         net.model[2].weight *= 3
         net.model[2].bias *= 3
     variances, epochs = [], []
-    for share in (0.0, directions.DECIDED):
-        monkeypatch.setattr(directions, "DECIDED", share)
+    for share in (0.0, grouping.SATURATED):
+        monkeypatch.setattr(grouping, "SATURATED", share)
         la = net.laplace(num_actions=100)
         la.fit(loader)
         variances.append(la.functional_variance(net.new_J.float()))
         epochs.append(la.report_.epochs)
-    assert epochs[0] == pytest.approx(1 / 3 + directions.LOOKS, abs=1e-3) and epochs[1] < epochs[0] - 0.1
+    assert epochs[0] == pytest.approx(1 / 3 + grouping.LOOKS, abs=1e-3) and epochs[1] < epochs[0] - 0.1
     whole, spared = (v.diagonal(dim1=1, dim2=2).sum() for v in variances)
     assert 0.999 * whole < spared < 1.02 * whole
     la.refine(loader, epochs=1.0)
@@ -341,19 +343,17 @@ def test_a_large_trace_is_estimated_to_fifteen_percent_on_digits_and_said_to_be(
 
 @pytest.mark.parametrize("in_order", [False, True], ids=["visited", "in order"])
 def test_the_estimated_trace_is_unbiased(monkeypatch: pytest.MonkeyPatch, in_order: bool) -> None:
-    from ntk_iterncgp.jacobian import trace
-    from ntk_iterncgp.priors import ntk
-
     net = make_net(2, num_data=200)
     loader = list(net.loader(batch_size=50)) if in_order else net.loader(batch_size=50)
     exact = net.laplace(num_actions=1)
     exact.fit(loader)
-    monkeypatch.setattr(trace, "EXACT_TRACE_ROWS", 0)
-    monkeypatch.setattr(trace, "MAX_SAMPLED", 20)
-    monkeypatch.setattr(trace, "MIN_SAMPLED", 20)
+    monkeypatch.setattr(rows_of_prior, "EXACT_TRACE_ROWS", 0)
+    monkeypatch.setattr(rows_of_prior, "MAX_SAMPLED", 20)
+    monkeypatch.setattr(rows_of_prior, "MIN_SAMPLED", 20)
     estimates = []
     for seed in range(60):
-        monkeypatch.setattr(ntk.NTKPrior, "sample_seed", seed)
+        of_seed = partial(rows_of_prior.curvature_diagonal, seed=seed)
+        monkeypatch.setattr(cluster_run, "curvature_diagonal", of_seed)
         la = net.laplace(num_actions=1)
         la.fit(loader)
         estimates.append(float(la.posterior.curvature_diagonal.sum()))
@@ -421,7 +421,7 @@ def test_directions_go_where_the_curvature_is() -> None:
 
 def test_the_same_datum_is_found_in_two_lists_as_often_as_it_is_there() -> None:
     left, right = torch.tensor([0, 2, 2, 5, 7]), torch.tensor([1, 2, 2, 2, 5, 8])
-    i, j = passes.same_datum(left, right)
+    i, j = clusters.same_datum(left, right)
     expected = [(a, b) for a in range(5) for b in range(6) if left[a] == right[b]]
     assert list(zip(i.tolist(), j.tolist(), strict=True)) == expected
 
@@ -451,7 +451,7 @@ def test_data_that_are_alike_are_in_one_group_and_decided_ones_get_none_of_their
 
 @pytest.mark.parametrize("block", [2, 128])
 def test_dependent_and_empty_columns_are_left_out(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(independence, "PIVOT_BLOCK", block)
+    monkeypatch.setattr(factor, "PIVOT_BLOCK", block)
     generator = torch.Generator().manual_seed(0)
     columns = torch.randn(9, 5, generator=generator, dtype=torch.float64)
     columns[:, 2], columns[:, 3] = 0, 1e-9 * (columns[:, 0] - 2 * columns[:, 1])

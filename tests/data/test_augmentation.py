@@ -32,10 +32,10 @@ from torch.utils.data import (
 )
 from torchvision import transforms
 
-from ntk_iterncgp.data.augmentation import random_state
-from ntk_iterncgp.data.fixed_order import FixedOrderData, TrainingDataWarning, evaluating
-from ntk_iterncgp.data.probe import Probe
-from ntk_iterncgp.fitting.fingerprints import data_digests
+from ntk_iterncgp.data.fixed_order import FixedOrderData, Probe, TrainingDataWarning
+from ntk_iterncgp.data.order import random_state
+from ntk_iterncgp.persistence.fingerprint import data_digests
+from ntk_iterncgp.runtime.threads import evaluating
 from tests.parallel_work import Failed, in_processes
 
 CPU, ROOT = torch.device("cpu"), Path(__file__).resolve().parents[2]

@@ -8,8 +8,7 @@ from laplace import Laplace
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from ntk_iterncgp.data.cache import Kept
-from ntk_iterncgp.data.fixed_order import FixedOrderData
+from ntk_iterncgp.data.fixed_order import Cache, FixedOrderData
 from ntk_iterncgp.fitting import cost
 
 N = 50
@@ -79,10 +78,10 @@ def test_a_sweep_that_ends_early_keeps_nothing() -> None:
     ids=["mapping", "text", "lengths", "widths", "too many"],
 )
 def test_what_is_not_one_row_per_datum_is_not_kept(batches: list[Any]) -> None:
-    kept = Kept(N, 2**20)
+    kept = Cache(N, 2**20)
     assert not all([kept.add(batch) for batch in batches])
 
 
 def test_no_more_is_kept_than_may_be() -> None:
     size = N * (3 * 4 + 8)
-    assert Kept(N, size).add((X[:8], y[:8])) and not Kept(N, size - 1).add((X[:8], y[:8]))
+    assert Cache(N, size).add((X[:8], y[:8])) and not Cache(N, size - 1).add((X[:8], y[:8]))

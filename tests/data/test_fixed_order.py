@@ -20,9 +20,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ntk_iterncgp.data.fixed_order import FixedOrderData, TrainingDataWarning, evaluating, slice_rows, to_device
+from ntk_iterncgp.data.fixed_order import FixedOrderData, Probe, TrainingDataWarning, slice_rows, to_device
 from ntk_iterncgp.data.order import in_fixed_order
-from ntk_iterncgp.data.probe import Probe
+from ntk_iterncgp.runtime.threads import evaluating
 
 CPU = torch.device("cpu")
 N = 10
@@ -256,7 +256,7 @@ def test_a_stream_that_knows_its_length_is_walked_as_it_is() -> None:
 
 
 def test_a_stream_without_length_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"An IterableDataset is expected to know its length.*Give it a __len__"):
+    with pytest.raises(ValueError, match=r"An IterableDataset must know its length.*Try to give it a __len__"):
         fixed(DataLoader(CountsTo(), batch_size=4))
 
 
@@ -270,7 +270,7 @@ def test_a_stream_without_length_is_refused() -> None:
     ids=["list", "data set", "sampler"],
 )
 def test_a_loader_with_no_data_is_refused(empty: Any) -> None:
-    with pytest.raises(ValueError, match="at least one batch, but the loader is empty"):
+    with pytest.raises(ValueError, match="at least one batch; got an empty loader"):
         fixed(empty)
 
 
@@ -278,7 +278,7 @@ def test_a_loader_with_no_data_is_refused(empty: Any) -> None:
     "given", [(batch for batch in [(X, y)]), iter([(X, y)]), 3], ids=["generator", "iterator", "int"]
 )
 def test_what_can_be_walked_only_once_is_refused(given: Any) -> None:
-    with pytest.raises(TypeError, match="a torch DataLoader or a list of batches, since they are swept several times"):
+    with pytest.raises(TypeError, match="a torch DataLoader or a list of batches, to be swept several times"):
         fixed(given)
 
 
@@ -313,7 +313,7 @@ def test_a_mapping_without_targets_is_refused_by_its_keys() -> None:
     ("batch", "found"), [(X, "Tensor"), ((X, y, y), "tuple of length 3"), ([X], "list of length 1")]
 )
 def test_a_batch_that_is_no_pair_is_refused(batch: Any, found: str) -> None:
-    with pytest.raises(ValueError, match=rf"a pair \(x, y\) or a mapping, but got {found}"):
+    with pytest.raises(ValueError, match=rf"a pair \(x, y\) or a mapping; got {found}"):
         next(fixed([batch]).batches())
 
 

@@ -13,8 +13,7 @@ from laplace import Laplace
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ntk_iterncgp.clusters.clusters import Clusters
-from ntk_iterncgp.clusters.passes import PADDING, padded_size
+from ntk_iterncgp.clusters.clusters import PADDING, Clusters, padded_size
 from ntk_iterncgp.fitting import cost as cost_module
 from ntk_iterncgp.fitting.cost import activation_bytes
 from ntk_iterncgp.jacobian.autograd import Jacobian
@@ -30,7 +29,7 @@ import torch
 from laplace import Laplace
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from ntk_iterncgp.jacobian import trace
+from ntk_iterncgp.priors import rows as rows_room
 
 def status(name):
     with open("/proc/self/status") as file:
@@ -154,7 +153,9 @@ def test_a_fit_that_cannot_fit_is_refused_with_the_table_and_leaves_what_was_the
     la.fit(net.loader())
     before, report = joint_variance(la, x), la.report_
     monkeypatch.setattr(cost_module, "available_bytes", lambda device: 10 * 2**20)
-    with pytest.raises(MemoryError, match=r"takes [\d,]+ MiB of 10 MiB available. Use fewer actions") as error:
+    with pytest.raises(
+        MemoryError, match=r"at most 10 MiB, the memory available; got [\d,]+ MiB. Use fewer actions"
+    ) as error:
         la.fit(net.loader())
     assert "per 1000 inputs" in str(error.value) and "17 data, 31 weights, 4 actions" in str(error.value)
     assert torch.equal(joint_variance(la, x), before) and la.report_ == report

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, TensorDataset
 
-from ntk_iterncgp.clusters import passes
+from ntk_iterncgp.clusters import clusters
 from ntk_iterncgp.fitting import cluster_run, cost
+from ntk_iterncgp.fitting.drive import interruptible
 from ntk_iterncgp.fitting.network_check import Findings
-from ntk_iterncgp.runtime.interrupt import interruptible
 from tests.clusters_helpers import Net, Stream, joint_variance, make_net
 from tests.laplace_helpers import close, differ, not_below
 
@@ -40,7 +40,7 @@ class Watched(Dataset):
 @pytest.fixture(autouse=True)
 def every_item_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """In each sweep, so that reads can be counted: no batch is filled up with copies, and none is kept in memory."""
-    monkeypatch.setattr(passes, "PADDING", 1)
+    monkeypatch.setattr(clusters, "PADDING", 1)
     monkeypatch.setattr(cost, "KEEP_BYTES", 0)
 
 

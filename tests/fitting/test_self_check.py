@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ntk_iterncgp import NonConjugateGP, kernels, likelihoods
-from ntk_iterncgp.clusters.passes import Pass
+from ntk_iterncgp.clusters.clusters import Pass
 from ntk_iterncgp.fitting import cost, self_check
 from ntk_iterncgp.fitting.report import Record
 from ntk_iterncgp.fitting.self_check import SelfCheckError, checked, problems

@@ -202,10 +202,10 @@ def test_wrong_requests_are_refused_before_any_fit() -> None:
         gp.optimize(X, y, fixed=["noise"])
     with pytest.raises(ValueError, match="`fixed` must leave something to optimise; got all of"):
         gp.optimize(X, y, fixed=["lengthscale", "outputscale"])
-    with pytest.raises(ValueError, match="max_steps expects a whole number of at least 1, but got 0"):
+    with pytest.raises(ValueError, match="`max_steps` must be a whole number of at least 1; got 0"):
         gp.optimize(X, y, max_steps=0)
     for wrong in (-1, "a", float("nan"), None):
-        with pytest.raises(ValueError, match=f"tolerance expects a number of at least 0, but got {wrong!r}"):
+        with pytest.raises(ValueError, match=f"`tolerance` must be a number of at least 0; got {wrong!r}"):
             gp.optimize(X, y, tolerance=wrong)  # type: ignore[arg-type]
     for several in ("lengthscale", None):
         with pytest.raises(TypeError, match=rf"`fixed` must be a list of names; got {several!r}\. Try fixed=\["):

@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ntk_iterncgp import likelihoods
-from ntk_iterncgp.data.fixed_order import FixedOrderData, evaluating
-from ntk_iterncgp.jacobian import trace
+from ntk_iterncgp.data.fixed_order import FixedOrderData
 from ntk_iterncgp.jacobian.autograd import Jacobian
 from ntk_iterncgp.jacobian.base import NetworkJacobian
 from ntk_iterncgp.jacobian.last_layer import LastLayerJacobian
+from ntk_iterncgp.likelihoods.base import CurvatureAt
 from ntk_iterncgp.linalg.columns import Buffer, DenseColumns
+from ntk_iterncgp.priors import rows as rows_of_prior
 from ntk_iterncgp.priors.ntk import NTKPrior, sweep_outputs
+from ntk_iterncgp.runtime.threads import evaluating
 from tests import oracles
 from tests.network_cases import BY_NAME, CASES, NetworkCase, dense_jacobian, mlp, outputs_of, untouched
 
@@ -271,14 +273,14 @@ def test_a_prior_mean_of_the_weights_shifts_the_prior_mean_of_the_outputs(case: 
     close(prior.at(x, buffer).mean, outputs_of(model, x) - new @ shift)
 
 
-def _curvature(case: NetworkCase, outputs: Tensor) -> tuple[Any, Tensor]:
-    """The product with W, and W itself (n, n) from the oracle."""
+def _curvature(case: NetworkCase, outputs: Tensor) -> tuple[CurvatureAt, Tensor]:
+    """W at the outputs, and W itself (n, n) from the oracle."""
     if case.likelihood == "classification":
         likelihood, W = likelihoods.Softmax(case.num_outputs), oracles.curvature_matrix("softmax", outputs)
     else:
         likelihood = likelihoods.Gaussian(0.5, num_outputs=case.num_outputs)
         W = oracles.curvature_matrix("gaussian", outputs, noise=0.5)
-    return lambda data, block: likelihood.curvature(outputs[data], block), W
+    return CurvatureAt(likelihood, outputs), W
 
 
 @every_case
@@ -305,7 +307,7 @@ def test_curvature_diagonal_is_estimated_without_bias_where_rows_are_many(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mean over many samples of the data is within five standard errors of the truth, weight by weight."""
-    monkeypatch.setattr(trace, "EXACT_TRACE_ROWS", 0)
+    monkeypatch.setattr(rows_of_prior, "EXACT_TRACE_ROWS", 0)
     case, repeats = BY_NAME[name], 400
     prior, J, _, outputs = prior_of(case)
     curvature, W = _curvature(case, outputs)

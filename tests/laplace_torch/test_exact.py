@@ -207,7 +207,7 @@ def test_compressing_to_no_less_than_there_is_changes_nothing() -> None:
 def test_compressing_to_no_rank_at_all_is_refused(max_rank: Any) -> None:
     la, x = fitted(MLP, num_actions=6), MLP.new_inputs()
     before = la.predictive_moments(x)[1]
-    with pytest.raises(ValueError, match=r"max_rank expects .*whole number of at least 1"):
+    with pytest.raises(ValueError, match=r"`max_rank` must be .*whole number of at least 1"):
         la.compress(max_rank)
     assert torch.equal(la.predictive_moments(x)[1], before)
 

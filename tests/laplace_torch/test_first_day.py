@@ -240,3 +240,26 @@ def test_the_report_has_the_information_at_the_current_hyperparameters() -> None
     assert la.report_.information_captured != strong
     la.compress(5)
     assert la.report_.rank == 5 and f"{100 * la.report_.information_captured:.1f} %" in str(la.report_)
+
+
+@pytest.mark.parametrize("policy", ["unit", "curvature_residual"])
+def test_the_evidence_of_a_refined_classifier_is_sober_before_it_has_converged(policy: str) -> None:
+    """Of decided data W⁺ is any size, and v is not yet ∇: the evidence was −5e11."""
+    torch.manual_seed(1)
+    x = 3 * torch.randn(40, 1)
+    model = nn.Sequential(nn.Linear(1, 20), nn.ReLU(), nn.Linear(20, 3))
+    with torch.no_grad():
+        model[2].weight *= 20
+    y, found = model(x).argmax(1), []
+    y[:5] = (y[:5] + 1) % 3
+    task = Task(model, x, y, x[:3], classification=True)
+    for dtype in (torch.float32, torch.float64):
+        la = task.laplace(dtype, mean="refined", policy=policy, num_actions=10, prior_precision=1e-2)
+        la.fit(task.loader(dtype))
+        logits = la.predictive_moments(x.to(dtype))[0].double()
+        at_mean = -float(nn.functional.cross_entropy(logits, y, reduction="sum"))
+        penalty = float(la.scatter)
+        assert float(la.log_likelihood) == pytest.approx(at_mean, rel=1e-3, abs=1e-3)
+        found.append(float(la.log_marginal_likelihood()))
+        assert found[-1] == pytest.approx(at_mean - 0.5 * (penalty + bounds(la)[1]), rel=1e-3, abs=1e-2)
+    assert found[0] == pytest.approx(found[1], rel=1e-2, abs=0.5)

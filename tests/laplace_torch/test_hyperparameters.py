@@ -273,7 +273,7 @@ def test_the_grid_passes_the_validation_set_once() -> None:
 
 def test_a_failed_choice_leaves_the_precision_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     la = fitted(MLP, prior_precision=3.0)
-    with pytest.raises(ValueError, match="init_prior_prec expects a positive number"):
+    with pytest.raises(ValueError, match="`init_prior_prec` must be a positive number"):
         la.optimize_prior_precision(method="marglik", init_prior_prec=-1.0)
     calls = iter(range(4))
 
@@ -292,6 +292,6 @@ def test_a_failed_choice_leaves_the_precision_as_it_was(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
 def test_a_temperature_that_is_not_positive_is_refused_where_it_is_set(temperature: float) -> None:
     la = fitted(MLP)
-    with pytest.raises(ValueError, match="temperature expects a positive number"):
+    with pytest.raises(ValueError, match="`temperature` must be a positive number"):
         la.temperature = temperature
     assert la.temperature == 1.0 and bool(torch.isfinite(la.predictive_moments(near_and_far(MLP))[1]).all())

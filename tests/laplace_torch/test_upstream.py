@@ -219,14 +219,14 @@ def test_wrong_hyperparameters_are_refused_where_they_are_given_or_set(flavour: 
     la, unfitted = problem.laplace(flavour), Laplace(problem.model(), "regression", flavour, "iterncgp")
     before = la.log_marginal_likelihood()
     for value in WRONG[name]:
-        with pytest.raises(ValueError, match=f"{name} expects"):
+        with pytest.raises(ValueError, match=f"`{name}` must be"):
             Laplace(problem.model(), "regression", flavour, "iterncgp", **{name: value})
         for each in (la, unfitted):
-            with pytest.raises(ValueError, match=f"{name} expects"):
+            with pytest.raises(ValueError, match=f"`{name}` must be"):
                 setattr(each, name, value)
     assert torch.equal(la.log_marginal_likelihood(), before)
     if name != "temperature":  # which is kept in double precision
-        with pytest.raises(ValueError, match=rf"{name} expects .*, finite in torch\.float32, but got 1e\+50"):
+        with pytest.raises(ValueError, match=rf"`{name}` must be .*, finite in torch\.float32; got 1e\+50"):
             Laplace(problem.model(torch.float32), "regression", flavour, "iterncgp", **{name: 1e50})
 
 

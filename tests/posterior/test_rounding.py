@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ntk_iterncgp.laplace_torch.grid import pass_once
-from ntk_iterncgp.linalg.independence import independent_columns
+from ntk_iterncgp.linalg.factor import independent_columns
 from ntk_iterncgp.posterior.tuning import ScalarPath
 from tests import oracles
 from tests.laplace_helpers import not_below

@@ -175,7 +175,7 @@ def test_processes_that_fail_alike_can_go_on() -> None:
 def test_what_differs_between_processes_is_refused_in_all_of_them(fit: Any, what: str) -> None:
     found, _ = in_processes(2, fit)
     for one in found:
-        assert isinstance(one, Failed) and f"{what} expected to be the same in all 2 processes" in one
+        assert isinstance(one, Failed) and f"{what} must be the same in all 2 processes" in one
 
 
 @pytest.mark.parametrize("corrupt", [work.break_image, work.break_small_matrix, work.break_kernel_image])
@@ -197,7 +197,7 @@ def test_what_cannot_be_mended_in_one_process_is_refused_by_all(corrupt: Any) ->
     assert "another one has found something wrong" in found[0] and "another one" not in found[1]
 
 
-# --- killed and taken up ----------------------------------------------------------------------------------------------
+# --- killed and resumed -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ntk_iterncgp import NonConjugateGP, kernels, likelihoods
-from ntk_iterncgp.data.fixed_order import evaluating
-from ntk_iterncgp.runtime.threads import plain_attention, together
+from ntk_iterncgp.runtime.threads import evaluating, plain_attention, together
 from tests.clusters_helpers import joint_variance, make_net
 from tests.network_cases import untouched
 

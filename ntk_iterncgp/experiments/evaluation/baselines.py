@@ -24,14 +24,15 @@ from laplace import ELLA, Laplace
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
-from ntk_iterncgp.data.fixed_order import FixedOrderData, evaluating
+from ntk_iterncgp.data.fixed_order import FixedOrderData
 from ntk_iterncgp.experiments.config import EvaluateConfig
 from ntk_iterncgp.experiments.evaluation.families import Downdated, Family, Spectral, Tabulated
 from ntk_iterncgp.experiments.evaluation.valla import fit_valla
+from ntk_iterncgp.experiments.progress import Progress
 from ntk_iterncgp.jacobian.autograd import Jacobian
 from ntk_iterncgp.jacobian.rows import DenseRows
-from ntk_iterncgp.priors.ntk import in_parts
-from ntk_iterncgp.runtime.progress import Progress
+from ntk_iterncgp.priors.rows import in_parts
+from ntk_iterncgp.runtime.threads import evaluating
 
 CHUNK_BYTES = 256 * 2**20
 VALLA_BATCH = 16
@@ -258,9 +259,9 @@ def rows_of(jacobian: Jacobian, loader: DataLoader, progress: Progress | None = 
     with torch.no_grad():
         for x, _ in data.batches():
             num_outputs = jacobian.forward(x[:1]).shape[1]
-            for part in in_parts(jacobian, data, x, num_outputs, CHUNK_BYTES):
-                yield jacobian.rows(part, len(part))
-                progress.advance(len(part))
+            for part, size in in_parts(jacobian, x, data.num_rows(x), num_outputs, CHUNK_BYTES):
+                yield jacobian.rows(part, size)
+                progress.advance(size)
 
 
 def _fitted(subset: str, structure: str, model: nn.Module, loader: DataLoader) -> Any:

@@ -27,10 +27,10 @@ from ntk_iterncgp.experiments.evaluation.ood import OODMetrics, ood_metrics
 from ntk_iterncgp.experiments.evaluation.stopwatch import Stopwatch
 from ntk_iterncgp.experiments.evaluation.sweep import rows_at
 from ntk_iterncgp.experiments.evaluation.uncertainty import Difference, area_under_risk_curve, bootstrap_difference
+from ntk_iterncgp.experiments.progress import Progress, Say, reporting
 from ntk_iterncgp.jacobian.rows import DenseRows
 from ntk_iterncgp.posterior.tuning import ValidationPart
 from ntk_iterncgp.posterior.weight_space import WeightPosterior
-from ntk_iterncgp.runtime.progress import Progress, Say, reporting
 
 LABELS = {"map": "network as it is (MAP)", "temperature": "temperature scaling", "ours": "ours"}
 LABELS |= {name: kind.label for name, kind in BASELINES.items()}

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ntk_iterncgp.data.fixed_order import evaluating
 from ntk_iterncgp.experiments.evaluation.stopwatch import Stopwatch
+from ntk_iterncgp.experiments.progress import Say, reporting, silent
 from ntk_iterncgp.jacobian.blocks import Block, Outer, WrittenOut
 from ntk_iterncgp.jacobian.layers import LayerRows
 from ntk_iterncgp.jacobian.rows import DenseRows, Rows
 from ntk_iterncgp.posterior.tuning import ValidationPart
-from ntk_iterncgp.runtime.progress import Say, reporting, silent
+from ntk_iterncgp.runtime.threads import evaluating
 
 
 def rows_at(

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.utils.data import DataLoader
 
+from ntk_iterncgp.experiments.progress import Progress
 from ntk_iterncgp.jacobian.autograd import Jacobian
 from ntk_iterncgp.jacobian.rows import Rows
-from ntk_iterncgp.runtime.progress import Progress
 
 LEARNING_RATE = 0.01
 

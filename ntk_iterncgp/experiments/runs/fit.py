@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ntk_iterncgp.experiments.config import RunConfig, as_plain
+from ntk_iterncgp.experiments.progress import duration, reporting
 from ntk_iterncgp.experiments.runs.flavour import check_keywords, make_flavour
 from ntk_iterncgp.experiments.runs.kernel import fit_gp
 from ntk_iterncgp.experiments.runs.predict import restore
@@ -24,7 +25,6 @@ from ntk_iterncgp.experiments.runs.tune import tune
 from ntk_iterncgp.experiments.settings import own_sentences
 from ntk_iterncgp.persistence.files import as_json, load_posterior, save_posterior
 from ntk_iterncgp.runtime import parallel
-from ntk_iterncgp.runtime.progress import duration, reporting
 
 POSTERIOR, RESULTS = "posterior.safetensors", "results.json"
 

@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader, Dataset
 from ntk_iterncgp import kernels
 from ntk_iterncgp.experiments.config import RunConfig
 from ntk_iterncgp.experiments.datasets import Scaling, labels_of
+from ntk_iterncgp.experiments.progress import reporting
 from ntk_iterncgp.experiments.runs.prepare import Setting
 from ntk_iterncgp.experiments.settings import own_sentences
 from ntk_iterncgp.gp.non_conjugate import NonConjugateGP
 from ntk_iterncgp.likelihoods import Gaussian, Likelihood, Softmax
-from ntk_iterncgp.runtime.progress import reporting
 
 
 def make_gp(config: RunConfig, num_outputs: int) -> NonConjugateGP:

@@ -29,13 +29,13 @@ from torch import Tensor, nn
 from ntk_iterncgp.experiments import datasets, models
 from ntk_iterncgp.experiments.config import ConfigError, RunConfig, flat, from_settings
 from ntk_iterncgp.experiments.evaluation.links import class_probabilities, entropy, mutual_information
+from ntk_iterncgp.experiments.progress import reported
 from ntk_iterncgp.experiments.runs.flavour import make_flavour
 from ntk_iterncgp.experiments.runs.kernel import as_rows
 from ntk_iterncgp.experiments.runs.predictor import KernelPredictor, NetworkPredictor, Predictor
 from ntk_iterncgp.experiments.runs.prepare import chosen_device
 from ntk_iterncgp.persistence.files import load_posterior, write_atomically
 from ntk_iterncgp.posterior.function_space import standard_normal_quantile
-from ntk_iterncgp.runtime.progress import reported
 
 MAX_LINK_SAMPLES = 2**16
 SCORES = ("entropy", "epistemic", "aleatoric", "variance")

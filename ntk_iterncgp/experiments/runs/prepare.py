@@ -13,18 +13,19 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ntk_iterncgp.data.fixed_order import FixedOrderData, evaluating
+from ntk_iterncgp.data.fixed_order import FixedOrderData
 from ntk_iterncgp.experiments import datasets, models
 from ntk_iterncgp.experiments.config import ConfigError, RunConfig, as_plain, as_yaml, flat, prepare_output_dir
 from ntk_iterncgp.experiments.datasets import labels_of
 from ntk_iterncgp.experiments.evaluation.stopwatch import Stopwatch
 from ntk_iterncgp.experiments.runs.flavour import make_flavour
-from ntk_iterncgp.fitting.fingerprints import data_digests
-from ntk_iterncgp.jacobian.autograd import as_outputs
+from ntk_iterncgp.jacobian.calling import as_outputs
 from ntk_iterncgp.persistence.checkpoint import Checkpoint, open_session
 from ntk_iterncgp.persistence.files import write_atomically
+from ntk_iterncgp.persistence.fingerprint import data_digests
 from ntk_iterncgp.persistence.locks import FolderLock
 from ntk_iterncgp.runtime import parallel
+from ntk_iterncgp.runtime.threads import evaluating
 
 LEAST_HELD_OUT, ENOUGH_HELD_OUT, MOST_HELD_OUT = 20, 50, 1000
 """How many inputs choose a prior precision. Over eight networks on 100 to 1000 data, a choice on 14 inputs costs up to

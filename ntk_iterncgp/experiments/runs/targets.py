@@ -23,12 +23,12 @@ from ntk_iterncgp.experiments.evaluation.regression import (
     compare,
 )
 from ntk_iterncgp.experiments.evaluation.sweep import rows_at
+from ntk_iterncgp.experiments.progress import Say, reported, reporting
 from ntk_iterncgp.experiments.runs.kernel import flat_inputs
 from ntk_iterncgp.experiments.runs.predictor import NetworkPredictor, Predictor
 from ntk_iterncgp.experiments.runs.prepare import Setting
 from ntk_iterncgp.jacobian.autograd import Jacobian
 from ntk_iterncgp.posterior.tuning import ValidationPart
-from ntk_iterncgp.runtime.progress import Say, reported, reporting
 
 OFFERED = ("map", "prior", "exact")
 ONLY_CLASSES = "It is offered for classification alone."

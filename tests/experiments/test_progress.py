@@ -16,17 +16,17 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ntk_iterncgp.experiments import cli
+from ntk_iterncgp.experiments import progress as reporting
 from ntk_iterncgp.experiments.config import EvaluateConfig, RunConfig
 from ntk_iterncgp.experiments.datasets import Data, Scaling
 from ntk_iterncgp.experiments.evaluation import sweep
 from ntk_iterncgp.experiments.evaluation.baselines import BASELINES
 from ntk_iterncgp.experiments.evaluation.compare import compare_network
+from ntk_iterncgp.experiments.progress import Progress, duration, reported
 from ntk_iterncgp.jacobian import autograd as jacobian
 from ntk_iterncgp.jacobian import blocks, layers
 from ntk_iterncgp.jacobian.autograd import Jacobian
 from ntk_iterncgp.laplace_torch import IterNCGPAllLaplace
-from ntk_iterncgp.runtime import progress as reporting
-from ntk_iterncgp.runtime.progress import Progress, duration, reported
 
 
 class Clock:

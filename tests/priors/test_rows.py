@@ -12,10 +12,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ntk_iterncgp import likelihoods
 from ntk_iterncgp.data.fixed_order import FixedOrderData
-from ntk_iterncgp.fitting import cost
-from ntk_iterncgp.jacobian import trace
+from ntk_iterncgp.fitting import cluster_run, cost
 from ntk_iterncgp.jacobian.autograd import Jacobian
 from ntk_iterncgp.likelihoods.base import CurvatureAt
+from ntk_iterncgp.priors import ntk
+from ntk_iterncgp.priors import rows as rows_of_prior
 from ntk_iterncgp.priors.ntk import NTKPrior
 from tests import oracles
 from tests.clusters_helpers import digits, make_net
@@ -27,7 +28,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any network is a large one."""
-    monkeypatch.setattr(trace, "FEW_NUMBERS", 0)
+    monkeypatch.setattr(rows_of_prior, "FEW_NUMBERS", 0)
 
 
 def wide_net(num_outputs: int = 10, width: int = 5000) -> nn.Module:
@@ -132,19 +133,20 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 
         return call
 
-    def diagonal(self: NTKPrior, *arguments: Any) -> Tensor:
+    def diagonal(*arguments: Any, **settings: Any) -> Tensor:
         inside[0] = True
         try:
-            return original(self, *arguments)
+            return original(*arguments, **settings)
         finally:
             inside[0] = False
 
-    original = NTKPrior.curvature_diagonal
+    original = rows_of_prior.curvature_diagonal
     with monkeypatch.context() as patch:
         patch.setattr(Jacobian, "vjp", wrapped("passes", lambda x, v: v.shape[2], Jacobian.vjp))
         patch.setattr(Jacobian, "jvp", wrapped("passes", lambda x, v: v.shape[1], Jacobian.jvp))
         patch.setattr(Jacobian, "rows", wrapped("rows", lambda x, number, *_: number, Jacobian.rows))
-        patch.setattr(NTKPrior, "curvature_diagonal", diagonal)
+        for room in (cluster_run, ntk):
+            patch.setattr(room, "curvature_diagonal", diagonal)
         yield counts
 
 
@@ -234,19 +236,62 @@ def test_the_estimate_counts_the_trace_and_the_checks(monkeypatch: pytest.Monkey
     assert told == pytest.approx(swept + counts["passes of trace"] + checked, rel=0.1)
 
 
-def test_no_more_of_a_slow_network_is_timed_than_tells() -> None:
-    timed: list[int] = []
+def test_the_proof_of_rows_by_layers_makes_three_forward_passes() -> None:
+    """Every start of a fit makes them again."""
+    model, passed = wide_net(30, 40), list[int]()
+    model.register_forward_pre_hook(lambda module, inputs: passed.append(len(inputs[0])))
+    Jacobian(model).prepare(torch.randn(64, 60), 64)
+    assert passed == [2, 2, 2]
 
-    def work(size: int) -> None:
-        timed.append(size)
 
-    clock = iter(1.0 + 0.5 * size for size in (1, 2, 4, 8))
-    line = cost.seconds_by_size(work, 64)
-    assert timed[:2] == [1, 1] and max(timed) == 64 and line(64) >= 0  # quick: all of it
-    original = cost.seconds_of
-    try:
-        cost.seconds_of = lambda work: next(clock)
-        line = cost.seconds_by_size(work, 64)
-    finally:
-        cost.seconds_of = original
-    assert [line(size) for size in (1, 2, 64)] == [1.5, 2.0, 33.0]  # slow: one and two, and a line
+class Clock:
+    """Time that passes with work alone: for each call and for each datum."""
+
+    def __init__(self, each_call: float, each_datum: float) -> None:
+        self.now, self.sizes, self.costs = 0.0, list[int](), (each_call, each_datum)
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def work(self, size: int) -> None:
+        self.sizes.append(size)
+        self.now += self.costs[0] + self.costs[1] * size
+
+
+@pytest.mark.parametrize("each_call", [1e-4, 0.01, 0.1, 1.0, 10.0])
+@pytest.mark.parametrize("each_datum", [1e-6, 1e-3, 0.1, 1.0, 10.0])
+def test_a_line_through_times_costs_its_patience_or_three_data(
+    each_call: float, each_datum: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(each_call, each_datum)
+    monkeypatch.setattr(cost, "time", clock)
+    line = cost.seconds_by_size(clock.work, 512)
+    one = each_call + each_datum
+    assert clock.now <= cost.PATIENCE + 4 * one and len(clock.sizes) <= 2 * 6
+    if one <= 2 * cost.PATIENCE:  # two sizes at least
+        assert [line(size) for size in (1, 2, 512)] == pytest.approx([each_call + n * each_datum for n in (1, 2, 512)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_outputs", [4, 1000])
+@pytest.mark.parametrize("seconds", [1e-3, 0.2, 5.0], ids=["quick", "slow", "very slow"])
+def test_an_estimate_makes_a_bounded_number_of_passes(
+    num_outputs: int, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By counts, with a clock that goes on with every datum that is differentiated."""
+    clock, passed = Clock(0.0, seconds), list[int]()
+    monkeypatch.setattr(cost, "time", clock)
+    model = wide_net(num_outputs, 20)
+    la = Laplace(model, "classification", "all", "iterncgp", num_actions=5)
+
+    def seen(module: nn.Module, inputs: tuple[Tensor]) -> None:
+        passed.append(len(inputs[0]))
+        clock.work(len(inputs[0]))
+
+    la.model.register_forward_pre_hook(seen)
+    with counting_gradients(monkeypatch) as gradients:
+        la.estimate_cost(loader_of(320, num_outputs))
+    beside = 3 * 32 + 1 + 3 * cost.TIMED_DATA  # the first batch, and what proves rows by layers
+    timed = sum(passed) - beside
+    assert timed * seconds <= 3 * cost.PATIENCE + 12 * seconds
+    assert len(passed) <= 40 and gradients[0] <= 60
