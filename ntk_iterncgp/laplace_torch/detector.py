@@ -25,8 +25,7 @@ from ntk_iterncgp.posterior.detection import Novelty, latents_of, precision_of_m
 from ntk_iterncgp.posterior.scores import AUTO, SCORES, Latent, against_rest, latent_of
 from ntk_iterncgp.posterior.tuning import ValidationPart
 from ntk_iterncgp.posterior.weight_space import WeightPosterior
-from ntk_iterncgp.runtime.autocast import full_precision
-from ntk_iterncgp.runtime.threads import evaluating, exclusively
+from ntk_iterncgp.runtime.threads import evaluating, exclusively, full_precision
 
 if TYPE_CHECKING:
     from ntk_iterncgp.laplace_torch.base import IterNCGPLaplace

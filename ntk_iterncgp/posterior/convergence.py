@@ -17,7 +17,7 @@ from torch import Tensor
 from ntk_iterncgp.jacobian.rows import Rows
 from ntk_iterncgp.linalg.factor import Factor
 from ntk_iterncgp.posterior.weight_space import WeightPosterior
-from ntk_iterncgp.runtime.autocast import full_precision
+from ntk_iterncgp.runtime.threads import full_precision
 
 FEWEST = 8  # actions, from which on there is a trend
 LITTLE, MUCH = 0.02, 0.2  # of the variance

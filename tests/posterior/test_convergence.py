@@ -78,5 +78,5 @@ def test_a_spectrum_that_is_a_power_law_is_continued_exactly() -> None:
 
 
 def test_a_precision_that_is_none_is_refused(net: Digits, fits: dict[int, Any]) -> None:
-    with pytest.raises(ValueError, match="prior_precision expects a positive number"):
+    with pytest.raises(ValueError, match="`prior_precision` must be a positive number"):
         fits[40].convergence(net.new_x, prior_precision=-1.0)
