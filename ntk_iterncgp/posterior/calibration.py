@@ -33,7 +33,8 @@ NUM_FOLDS = 5
 LEAST_DATA = 20
 CLEAR = 1.0  # standard errors
 DOUBT = 0.5  # of log T before any data: standard deviations from T = 1
-NEGLIGIBLE = 1e-4  # nats per datum that a variance may cost where none is wanted
+NEGLIGIBLE = 3e-4  # nats, by which a variance may change the mean datum's loss where none is wanted
+MOST_STEPS = 20  # of the grid, towards that
 
 Pair = tuple[float, float]
 """An output temperature and a prior precision, which may be infinite: no variance."""
@@ -212,12 +213,14 @@ def _crossfitted(losses: Losses, pairs: Sequence[Pair]) -> Tensor:  # (N,)
 
 
 def _without_variance(losses: Losses, temperature: float) -> float:
-    """The smallest precision of the grid at which the variance costs next to nothing."""
-    allowed = losses.mean((temperature, math.inf)) + NEGLIGIBLE
-    grid = losses.precisions or [1.0]
-    step = (SPREADS[1] / SPREADS[0]) ** 2
-    smaller = [*grid, grid[0] * step, grid[0] * step**2] if len(grid) > 1 else grid
-    for precision in sorted(smaller):
-        if losses.mean((temperature, precision)) <= allowed:
-            return precision
-    return max(smaller)
+    """The smallest precision of the grid at which the variance changes the loss of a datum by next to nothing.
+
+    Not the mean loss, which may gain at some data what it loses at others, and will elsewhere.
+    """
+    plain = losses([(temperature, math.inf)])
+    precision, step = max(losses.precisions, default=1.0), (SPREADS[1] / SPREADS[0]) ** 2
+    for _ in range(MOST_STEPS):
+        if float((losses([(temperature, precision)]) - plain).abs().mean()) <= NEGLIGIBLE:
+            break
+        precision *= step
+    return precision

@@ -16,7 +16,7 @@ from tests.clusters_helpers import TRAINING, Digits, Net, digits, make_net
 from tests.laplace_helpers import subsets
 from tests.network_cases import dense_jacobian
 
-NAMES = ("evidence", "posterior_entropy", "energy", "ratio")
+NAMES = ("evidence", "energy", "entropy", "ratio")
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_it_is_saved_with_the_posterior_and_stale_after_another_fit(net: Digits,
     other = net.laplace(num_actions=40)
     other.load_state_dict(la.state_dict())
     assert torch.equal(other.detector().score(x), det.score(x)) and str(other.detector()) == str(det)
-    assert str(det).startswith("Detector by evidence + posterior_entropy + energy + ratio, calibrated on ")
+    assert str(det).startswith("Detector by evidence + energy + entropy + ratio, calibrated on ")
     other.compress(20)
     assert "detector" not in other.state_dict()
     with pytest.raises(RuntimeError, match=r"must follow la.detector\(inputs\) for this posterior"):

@@ -28,10 +28,10 @@ SCORES: dict[str, Score] = {
 """All scores by name."""
 
 AUTO = {
-    "classification": ("evidence", "posterior_entropy", "energy", "ratio"),
+    "classification": ("evidence", "energy", "entropy", "ratio"),
     "regression": ("variance", "ratio"),
 }
-"""What "auto" combines: two views of what the posterior doubts, the network's own, and what the data left open."""
+"""What "auto" combines: the posterior's doubt, two views of the network's own, and what the data left open."""
 
 __all__ = [
     "AUTO",
