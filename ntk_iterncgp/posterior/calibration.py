@@ -31,7 +31,7 @@ FINER = (-0.5, -0.25, 0.0, 0.25, 0.5)  # steps of these grids, around the best o
 POINTS = 128  # of the link
 NUM_FOLDS = 5
 LEAST_DATA = 20
-CLEAR = 1.0  # standard errors
+CLEAR = 2.0  # standard errors
 DOUBT = 0.5  # of log T before any data: standard deviations from T = 1
 NEGLIGIBLE = 3e-4  # nats, by which a variance may change the mean datum's loss where none is wanted
 MOST_STEPS = 20  # of the grid, towards that

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ntk_iterncgp.laplace_torch.grid import pass_once
 from ntk_iterncgp.likelihoods import Softmax
-from ntk_iterncgp.posterior.calibration import FAMILIES, Losses
+from ntk_iterncgp.posterior.calibration import FAMILIES, POINTS, Losses
 from ntk_iterncgp.posterior.predictive import expected_response
 from tests.clusters_helpers import Digits, digits, make_net
 
@@ -55,7 +55,7 @@ def test_it_is_as_good_as_temperature_scaling_on_confident_and_on_cautious_netwo
     f, f_new, targets = la.model(net.new_x[:60]).double(), la.model(x).double(), net.new_y[:60]
     losses = torch.stack([nll_loss((f / T).log_softmax(1), targets) for T in temperatures])
     floor = nll_loss((f_new / temperatures[int(losses.argmin())]).log_softmax(1), y, reduction="none")
-    ours = nll_loss(la(x, link_approx="quasi").double().log(), y, reduction="none")
+    floor, ours = floor.detach(), nll_loss(la(x, link_approx="quasi").detach().double().log(), y, reduction="none")
     noise = float((ours - floor).std()) / math.sqrt(len(y))
     assert float((ours - floor).mean()) < 0.005 + 2 * noise
     assert found.output_temperature == la.output_temperature and found.family in FAMILIES
@@ -73,8 +73,8 @@ def test_the_losses_are_those_of_the_link(net: Digits) -> None:
     for (T, precision), row in zip(pairs[:2], table, strict=False):
         la.prior_precision, la.output_temperature = precision, 1.0
         mean, covariance = (moment.double() for moment in la.predictive_moments(net.new_x[:60]))
-        p = expected_response(Softmax(10), mean / T, covariance / T**2, link="quadrature", num_samples=4096)
-        assert torch.allclose(row, -p.log().gather(1, net.new_y[:60, None])[:, 0].detach(), atol=0.03)
+        p = expected_response(Softmax(10), mean / T, covariance / T**2, link="quadrature", num_samples=POINTS)
+        assert torch.allclose(row, -p.log().gather(1, net.new_y[:60, None])[:, 0].detach(), rtol=1e-3, atol=1e-4)
     plain = (la.model(net.new_x[:60]).double() / 2).log_softmax(1)
     assert torch.allclose(table[2], nll_loss(plain, net.new_y[:60], reduction="none"), atol=1e-5)
 
