@@ -55,7 +55,7 @@ class FitReport:
         least, most = ("at least", "at most") if self.trace_is_exact else ("an estimated", "an estimated")
         variance = "" if self.variance_ratio is None else f", {most} {self.variance_ratio:.3g} times the exact variance"
         if self.fall_of_doubling is not None:
-            variance += f", to fall by about {100 * self.fall_of_doubling:.2g} % with twice the actions"
+            variance += f", to fall by about {100 * self.fall_of_doubling:.3g} % with twice the actions"
         products = f", products by {self.products_by}" if self.products_by else ""
         return (
             f"{self.status}: {', '.join(costs)}, rank {self.rank}, {least} {100 * self.information_captured:.1f} % "

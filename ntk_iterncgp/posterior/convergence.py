@@ -2,12 +2,14 @@
 
 In the basis where R = I and AᵀΛ⁻¹A = diag(γ), action b takes q_b γ_b/(γ_b + τ) off the variance at some inputs, where
 q_b is the part of their prior variance along it. Both fall about as powers of b: lines through log γ_b and log q_b
-against log b, over the last three quarters of the actions, go on to 2B. A geometric series of the falls from B/4 to B/2
+against log b, over the last three quarters of the actions, go on to 2B, and the sum saturates at what is outside of
+their span. A geometric series of the falls from B/4 to B/2
 to B knows neither that the spectrum bends where γ passes τ, nor where it ends, and is up to three times off.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -54,7 +56,7 @@ class Convergence:
         left, half = self.variance / self.prior_variance, self.half_variance / self.prior_variance
         return (
             f"{self.num_actions} actions leave {100 * left:.3g} % of the prior variance ({100 * half:.3g} % with half "
-            f"of them); twice as many would lower it by about {100 * self.fall:.2g} %. {self.advice}"
+            f"of them); twice as many would lower it by about {100 * self.fall:.3g} %. {self.advice}"
         )
 
 
@@ -123,9 +125,13 @@ def convergence_at(
     prior_variance, half = total / count, len(gamma) // 2
     left = max(prior_variance - float(taken.sum()), 0.0)
     fall = fall_of_doubling(gamma, parts, tau, min(posterior.curvature_rank, len(posterior.images)))
-    return Convergence(
-        prior_variance, prior_variance - float(taken[:half].sum()), left, left - min(fall, left), posterior.rank
-    )
+    fall = min(_saturated(fall, prior_variance - float(parts.sum())), left)
+    return Convergence(prior_variance, prior_variance - float(taken[:half].sum()), left, left - fall, posterior.rank)
+
+
+def _saturated(fall: float, outside: float) -> float:
+    """Others can only take what is outside of the span of the actions, and each a part of what is left of that."""
+    return outside * -math.expm1(-fall / outside) if outside > 0 else 0.0
 
 
 def training_fall(posterior: WeightPosterior, prior_precision: Tensor, noise_scale: Tensor) -> float | None:
@@ -139,4 +145,4 @@ def training_fall(posterior: WeightPosterior, prior_precision: Tensor, noise_sca
     total = float((posterior.curvature_diagonal / posterior.precision_of_weights(prior_precision)).sum())
     left = total - float((gamma.square() / (gamma + tau)).sum())
     fall = fall_of_doubling(gamma, gamma, tau, min(posterior.curvature_rank, len(posterior.images)))
-    return min(fall / left, 1.0) if left > 0 else 0.0
+    return min(_saturated(fall, total - float(gamma.sum())) / left, 1.0) if left > 0 else 0.0
