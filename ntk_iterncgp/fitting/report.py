@@ -31,7 +31,6 @@ class FitReport:
 
     `status` speaks of the mean. How far the variance is, `variance_ratio` says: at most so many times that of the exact
     posterior it is, on average over the training inputs (weighted by W). None: not known.
-    `fall_of_doubling` estimates what is still to come.
     """
 
     status: str
@@ -46,20 +45,22 @@ class FitReport:
     trace_is_exact: bool = True  # or else tr(W K) was estimated, and with it the information captured
     products_by: str = ""  # how products with an explicit kernel were computed, and why
     variance_ratio: float | None = None
-    fall_of_doubling: float | None = None  # of the variance at the training inputs, with twice the actions: an estimate
 
     def __str__(self) -> str:
         costs = [] if self.epochs is None else [f"{self.epochs:.1f} epochs"]
         if self.num_products:
-            costs += [f"{self.num_products} products", f"{self.num_newton_steps} Newton steps"]
+            costs.append(f"{self.num_products} products")
+        if self.num_products or self.status == "exact":
+            costs.append(f"{self.num_newton_steps} Newton step{'s' * (self.num_newton_steps != 1)}")
         least, most = ("at least", "at most") if self.trace_is_exact else ("an estimated", "an estimated")
         variance = "" if self.variance_ratio is None else f", {most} {self.variance_ratio:.3g} times the exact variance"
-        if self.fall_of_doubling is not None:
-            variance += f", to fall by about {100 * self.fall_of_doubling:.3g} % with twice the actions"
-        products = f", products by {self.products_by}" if self.products_by else ""
+        products = f", {'products ' if self.num_products else ''}by {self.products_by}" if self.products_by else ""
+        known = f"{least} {100 * self.information_captured:.1f} % of the information captured{variance}"
+        if self.status == "exact":
+            known = "all of the information captured"
         return (
-            f"{self.status}: {', '.join(costs)}, rank {self.rank}, {least} {100 * self.information_captured:.1f} % "
-            f"of the information captured{variance}, {self.seconds:.1f} s{products}. {self.advice}"
+            f"{self.status}: {', '.join(costs)}, rank {self.rank}, {known}, {self.seconds:.1f} s{products}. "
+            f"{self.advice}"
         )
 
 

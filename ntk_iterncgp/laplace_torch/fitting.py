@@ -27,7 +27,6 @@ from ntk_iterncgp.jacobian.rows import Contrasts, Rows
 from ntk_iterncgp.laplace_torch.hyperparameters import check_hyperparameters
 from ntk_iterncgp.persistence.checkpoint import Checkpoint, open_session
 from ntk_iterncgp.persistence.fingerprint import described, digest, fingerprint, flatten, same_fingerprint
-from ntk_iterncgp.posterior.convergence import training_fall
 from ntk_iterncgp.posterior.weight_space import ConditionedPosterior, WeightPosterior
 from ntk_iterncgp.runtime import parallel
 from ntk_iterncgp.runtime.threads import evaluating, exclusively

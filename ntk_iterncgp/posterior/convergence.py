@@ -132,17 +132,3 @@ def convergence_at(
 def _saturated(fall: float, outside: float) -> float:
     """Others can only take what is outside of the span of the actions, and each a part of what is left of that."""
     return outside * -math.expm1(-fall / outside) if outside > 0 else 0.0
-
-
-def training_fall(posterior: WeightPosterior, prior_precision: Tensor, noise_scale: Tensor) -> float | None:
-    """The same at the training inputs, weighted by W: as a fraction of tr(WΣ), with no row of J; None without actions.
-
-    The part of tr(WK) along action b is at least γ_b, and taken for it.
-    """
-    if not posterior.rank:
-        return None
-    gamma, tau = spectrum(posterior, prior_precision)[0], float(noise_scale)
-    total = float((posterior.curvature_diagonal / posterior.precision_of_weights(prior_precision)).sum())
-    left = total - float((gamma.square() / (gamma + tau)).sum())
-    fall = fall_of_doubling(gamma, gamma, tau, min(posterior.curvature_rank, len(posterior.images)))
-    return min(_saturated(fall, total - float(gamma.sum())) / left, 1.0) if left > 0 else 0.0

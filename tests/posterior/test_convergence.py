@@ -55,18 +55,6 @@ def test_nothing_is_to_come_where_all_directions_are_taken(subset: str) -> None:
     assert found.fall < 1e-6 and found.advice == "More actions would change little here."
 
 
-def test_the_report_estimates_it_at_the_training_data_and_the_current_prior(fits: dict[int, Any]) -> None:
-    la = fits[40]
-    falls = []
-    for precision in PRECISIONS:
-        la.prior_precision = precision
-        falls.append(la.report_.fall_of_doubling)
-        assert "to fall by about" in str(la.report_) and "with twice the actions" in str(la.report_)
-    la.prior_precision = 1.0
-    assert all(0 < fall < 1 for fall in falls)
-    assert falls == sorted(falls, reverse=True), "a strong prior leaves less to learn"
-
-
 def test_a_spectrum_that_is_a_power_law_is_continued_exactly() -> None:
     b = torch.arange(1, 101, dtype=torch.float64)
     gamma, parts = 1e4 * b**-1.5, 3 * b**-0.5
