@@ -69,8 +69,8 @@ class Row:
             return ""
         if not self.is_full_size:
             return "too small to judge"
-        kept = self.measured >= self.target if self.at_least else self.measured <= self.target
-        return "ok" if kept else "MISSED"
+        met = self.measured >= self.target if self.at_least else self.measured <= self.target
+        return "ok" if met else "MISSED"
 
 
 def mixture(num_data: int, seed: int = 0) -> Tensor:

@@ -59,7 +59,7 @@ class Pace:
 
 QUICK = Pace(num_data=200, per_batch=0.02, per_state=0.01, every=0.02, latest_kill=0.1)
 BATCH = 40
-ANY_MOMENT = 0.2  # the share of kills that do not wait for a save
+ANY_MOMENT = 0.2  # the fraction of kills that do not wait for a save
 
 
 @dataclass(frozen=True)
@@ -149,13 +149,13 @@ def late_and_missed(life: list[Event], every: float) -> tuple[int, int]:
 
 
 def is_anew(life: list[Event]) -> bool:
-    """Whether a call has begun, and nothing was taken up."""
+    """Whether a call has begun, and nothing was resumed."""
     what = {event[0] for event in life}
-    return "begun" in what and "taken up" not in what
+    return "begun" in what and "resumed" not in what
 
 
 def kept(life: list[Event], opening: int) -> int:
-    """Pieces of work up to the last save, from where the call had begun that was taken up."""
+    """Pieces of work up to the last save, from where the call had begun that was resumed."""
     what = [event[0] for event in life]
     if "chance" not in what or "saved" not in what:
         return 0
@@ -276,11 +276,11 @@ def _start(door: str, pace: Pace, folder: Path, life: int = 0) -> int:
         journal = Journal(folder / f"life{life}.txt")
         journal.watch()
 
-        def say(sentence: str) -> None:
+        def say(message: str) -> None:
             with (folder / "said.txt").open("a") as file:
-                file.write(sentence + "\n")
+                file.write(message + "\n")
             if journal is not None:
-                journal.write("taken up")
+                journal.write("resumed")
 
         found = DOORS[door].program(pace, Checkpoint(folder / "checkpoint", every_seconds=pace.every, say=say))
         (folder / "result.json").write_text(json.dumps(found))

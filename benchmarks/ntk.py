@@ -123,7 +123,7 @@ def memory(chunk_bytes: int, hidden: int) -> dict[str, float]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bench ntk", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="small networks and few data, for a look at the output")
+    parser.add_argument("--quick", action="store_true", help="small networks and few data, to try it out")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args(argv)
     quick = options.quick

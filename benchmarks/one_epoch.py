@@ -183,7 +183,7 @@ def grid_cost(la: Any, images: Tensor, labels: Tensor, unit: float, table: Table
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bench one_epoch", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few data, for a look at the output")
+    parser.add_argument("--quick", action="store_true", help="few data, to try it out")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args(argv)
     warnings.filterwarnings("ignore", message="`torch.jit.script`")

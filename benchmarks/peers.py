@@ -5,10 +5,10 @@
 
 Digits with a small CNN (where the exact posterior is known); MNIST with a LeNet-size CNN, Fashion-MNIST being what it
 should not be sure about, and the other way round (where the data are there, NTK_ITERNCGP_DATA). The network as it is,
-temperature scaling, the prior alone, laplace-torch's last layer, KFAC, SoD and ELLA, VaLLA, and ours after 1.3, 5 and
-20 epochs. Each method has one number, chosen by two-fold cross-fit on the test inputs.
+temperature scaling, the prior alone, laplace-torch's last layer, KFAC, SoD and ELLA, VaLLA, and IterNCGP after 1.3, 5
+and 20 epochs. Each method has one number, chosen by two-fold cross-fit on the test inputs.
 
-NLL       by the accurate link, with the 95 % bootstrap interval of its difference to ours after 1.3 epochs
+NLL       by quadrature, with the 95 % bootstrap interval of its difference to IterNCGP after 1.3 epochs
 OOD       area under the ROC curve, by the entropy of the prediction, by its epistemic part where there is one, and by
           the variance of the difference between the two largest outputs, at the precision that the evidence prefers
 epochs    CPU seconds of the fit over those of a forward+backward pass over the training data in the same process
@@ -98,14 +98,14 @@ def compared(config: RunConfig, setting: Setting) -> tuple[str, list[dict[str, A
     watch, first = Stopwatch(time.process_time), make_flavour(config, model)
     with watch("fit ours", memory=True):
         first.fit(loader)
-    setting.log(f"ours: {first.report_}")
+    setting.log(f"IterNCGP: {first.report_}")
     found = compare_network(
         first, model, setting.data, config, setting.log, watch=watch, more=refined(setting, model, loader, watch)
     )
     rows = [row_of(result, unit) for result in found.results]
     for row in rows:
-        if row["method"] == "ours":
-            row["method"] = f"ours, {first.report_.epochs:.1f} epochs"
+        if row["method"] == "IterNCGP":
+            row["method"] = f"IterNCGP, {first.report_.epochs:.1f} epochs"
     return sizes_of(setting), rows
 
 
@@ -117,7 +117,7 @@ def refined(setting: Setting, model: nn.Module, loader: DataLoader, watch: Stopw
     for budget in BUDGETS:
         with watch("refine"):
             la.refine(loader, epochs=budget - la.report_.epochs)
-        name = f"ours, {budget:.1f} epochs"
+        name = f"IterNCGP, {budget:.1f} epochs"
         posteriors[name] = la.posterior
         watch.seconds[f"fit {name}"] = watch.seconds["refine"]
         if held is not None:
@@ -165,7 +165,7 @@ def table(rows: list[dict[str, Any]]) -> list[list[str]]:
     headings = [
         "",
         "NLL",
-        "less ours",
+        "less IterNCGP",
         "ECE",
         "Brier",
         *(f"{kind}: OOD by entropy / epistemic / margin" for kind in kinds),
@@ -210,7 +210,7 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bench peers", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few digits, for a look at the output")
+    parser.add_argument("--quick", action="store_true", help="few digits, to try it out")
     parser.add_argument("--data", nargs="+", choices=SETTINGS, help="which tables (digits, and mnist if there)")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings that differ, as of a run")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")

@@ -151,7 +151,7 @@ def rows(size: Size, launched: Callable[[int, Size], dict[str, dict[str, float]]
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bench scaling", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="small problems, for a look at the output")
+    parser.add_argument("--quick", action="store_true", help="small problems, to try it out")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)  # what torchrun starts
     options = parser.parse_args(argv)

@@ -127,8 +127,8 @@ def soak(minutes: float, *, kills: int) -> Outcome:
             del numbers
             gc.collect()
             readings.append(((time.monotonic() - started) / 60, resident_bytes() / 2**20))
-    kept = readings[len(readings) // 3 :]
-    slope, error = slope_of(kept)
+    settled = readings[len(readings) // 3 :]
+    slope, error = slope_of(settled)
     return Outcome(
         len(readings), readings[-1][0], readings[0][1], readings[-1][1], slope, error, files, kill_and_resume(kills)
     )

@@ -5,8 +5,8 @@
 Classification with 5000 data, 10 classes and a Matern-3/2 kernel in three dimensions, float32, 50 products in ten
 Newton steps. Three ratios, each with the bound it must keep:
 
-    overhead   the share of a fit's time that is not spent in `prior.image`, timed within the same fit. The smallest of
-               several fits: what disturbs a fit mostly disturbs the many small operations of the solver.
+    overhead   the fraction of a fit's time that is not spent in `prior.image`, timed within the same fit. The smallest
+               of several fits: what disturbs a fit mostly disturbs the many small operations of the solver.
     held       the peak of memory held during a fit, above what the process held before it, over what must be there: the
                two n×B buffers and one chunk of the kernel matrix. In fresh processes that have fitted a small problem
                first, so that what torch loads when it is first needed is not counted. The median of several. Freed
@@ -131,15 +131,15 @@ def timed_images() -> Iterator[list[float]]:
 
 def measure_overhead(size: Size, actions: str) -> Row:
     X, y = problem(size)
-    shares = []
+    fractions = []
     for _ in range(size.num_repeats):
         with timed_images() as seconds:
             started = time.perf_counter()
             report = make_gp(size, actions).fit(X, y).report_
             total = time.perf_counter() - started
-        shares.append(1 - sum(seconds) / total)
+        fractions.append(1 - sum(seconds) / total)
     target = MAX_OVERHEAD if actions == "joint" else None
-    return Row("overhead", actions, report.rank, report.num_products, min(shares), target, size == Size())
+    return Row("overhead", actions, report.rank, report.num_products, min(fractions), target, size == Size())
 
 
 def measure_memory(size: Size, name: str) -> Row:

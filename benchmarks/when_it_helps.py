@@ -4,7 +4,7 @@
 
 Four means of turning the same logits into probabilities, each with one number tuned by two-fold cross-fit on the test
 set: a temperature, the prior alone (variance J Jᵀ/δ, no data), and the posterior given all data (clusters, B = 200).
-NLL by the accurate link. Detection of digits turned by 90°, and of noise, by the epistemic part of the uncertainty: the
+NLL by quadrature. Detection of digits turned by 90°, and of noise, by the epistemic part of the uncertainty: the
 area under the ROC curve. The mean over seeds, and in how many of them the data beat the prior alone.
 
 Then a regression (scikit-learn's diabetes), and the refined mean (Newton to the mode of the linearised model) against

@@ -32,7 +32,7 @@ def trained_network(X: Tensor, y: Tensor) -> nn.Module:
 def doubt(model: nn.Module, X: Tensor, y: Tensor, pool: Tensor) -> Tensor:
     la = Laplace(model, "classification", subset_of_weights="all", hessian_structure="iterncgp", num_actions=15)
     la.fit(DataLoader(TensorDataset(X, y), batch_size=50))
-    mean, covariance = la._glm_predictive_distribution(pool)
+    mean, covariance = la.latent(pool)
     return mutual_information(mean.double(), covariance.double(), num_samples=128)
 
 

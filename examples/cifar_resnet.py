@@ -4,7 +4,7 @@
     .venv/bin/python examples/cifar_resnet.py --toy     a few random images and an untrained network: does it run?
 
 Shows the pieces that `ntk-iterncgp evaluate configs/cifar10_resnet20.yaml` is made of: a built-in network, a
-checkpoint, a data set, the flavour, and probabilities by the accurate link.
+checkpoint, a data set, the flavour, and probabilities by quadrature.
 """
 
 import sys
@@ -40,9 +40,9 @@ def main(toy: bool) -> None:
     x, y = next(iter(DataLoader(test, batch_size=len(test))))
     with torch.no_grad():
         alone = model(x).softmax(1)
-    mean, covariance = la._glm_predictive_distribution(x)
-    ours = class_probabilities(mean.double(), covariance.double(), link="accurate", num_samples=512)
-    for name, p in (("network as it is", alone), ("with its posterior", ours)):
+    mean, covariance = la.latent(x)
+    averaged = class_probabilities(mean.double(), covariance.double(), link="quadrature", num_samples=512)
+    for name, p in (("network as it is", alone), ("with its posterior", averaged)):
         scores = classification_metrics(p, y)
         print(f"{name:18}: accuracy {scores.accuracy:.3f}, NLL {scores.nll:.3f}, ECE {scores.ece:.3f}")
 

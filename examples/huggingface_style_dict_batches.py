@@ -29,7 +29,7 @@ class Classifier(nn.Module):
         return SimpleNamespace(logits=self.head(torch.tanh(self.adapter(pooled))))
 
 
-def sentences(count: int) -> list[dict[str, Tensor]]:
+def token_batches(count: int) -> list[dict[str, Tensor]]:
     """Words 1 to 48; the class is the third of the vocabulary that most of them come from."""
     generator, found = torch.Generator().manual_seed(0), []
     for _ in range(count):
@@ -44,7 +44,7 @@ def sentences(count: int) -> list[dict[str, Tensor]]:
 
 def main() -> None:
     torch.manual_seed(0)
-    loader, model = DataLoader(sentences(600), batch_size=50), Classifier()
+    loader, model = DataLoader(token_batches(600), batch_size=50), Classifier()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     for _ in range(15):
         for batch in loader:

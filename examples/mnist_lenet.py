@@ -33,8 +33,8 @@ def main(overrides: list[str]) -> None:
             raise
         print(f"{error}\nGoing on with scikit-learn's digits.\n")
         comparison = evaluate(load(None, [*STAND_IN, *SMALL, *overrides]))
-    ours, scaled = comparison["ours"], comparison["temperature"]
-    print(f"\nNLL: ours {ours.metrics.nll:.4f}, temperature scaling {scaled.metrics.nll:.4f}")
+    iterncgp, scaled = comparison["ours"], comparison["temperature"]
+    print(f"\nNLL: IterNCGP {iterncgp.metrics.nll:.4f}, temperature scaling {scaled.metrics.nll:.4f}")
 
 
 if __name__ == "__main__":

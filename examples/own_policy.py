@@ -24,10 +24,10 @@ def worst_explained(state: State) -> Tensor:  # (n, 1)
 
 
 def split_residual(state: State) -> Tensor:  # (n, 3)
-    """The residual, split by how decided the data are: three actions with a third of the data each."""
-    undecided = state.problem.curvature(state.latent, torch.ones(state.problem.num_rows, dtype=torch.float64))
+    """The residual, split by how saturated the points are: three actions with a third of the data each."""
+    uncertain = state.problem.curvature(state.latent, torch.ones(state.problem.num_rows, dtype=torch.float64))
     action = torch.zeros(state.problem.num_rows, 3, dtype=torch.float64)
-    for column, rows in enumerate(undecided.argsort().tensor_split(3)):
+    for column, rows in enumerate(uncertain.argsort().tensor_split(3)):
         action[rows, column] = state.curvature_residual[rows]
     return action
 

@@ -20,10 +20,9 @@ def main() -> None:
     X = X[(X[:, 0] < 3.0) | (X[:, 0] > 4.0)]  # nothing was counted between 3 and 4
     counts = torch.poisson(true_rate(X[:, 0]), generator=generator)
 
-    kernel = kernels.Matern52(lengthscale=1.0, outputscale=2.0)
-    mean = float(counts.mean().log())  # of the log-rate, where there are no data
-    gp = NonConjugateGP(kernel, likelihoods.Poisson(), mean=mean).fit(X, counts)
-    print(gp.report_, "\n")
+    kernel = kernels.Matern52(lengthscale=1.0)
+    gp = NonConjugateGP(kernel, likelihoods.Poisson()).optimize(X, counts)  # its prior mean of the log-rate, too
+    print(f"{gp.optimization_}\n{gp.kernels[0]}, mean {float(gp.mean):.2f}\n{gp.report_}\n")
 
     x = torch.linspace(0, 6, 13, dtype=torch.float64)[:, None]
     rate = gp.predict(x)[:, 0]

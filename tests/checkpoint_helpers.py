@@ -44,7 +44,7 @@ def labels(num_classes: int, number: int = 14) -> Tensor:
 def gp(likelihood: Any = None, kernel: Any = None, **settings: Any) -> NonConjugateGP:
     kernel = kernel or kernels.Matern32(lengthscale=0.8, outputscale=2.0)
     settings = {"max_products": 9, "products_per_step": 3, "newton_tol": 1e-6, "seed": 3} | settings
-    return NonConjugateGP(kernel, likelihood or likelihoods.Softmax(3), **settings)
+    return NonConjugateGP(kernel, likelihood or likelihoods.Softmax(3), **{"policy": "curvature_residual"} | settings)
 
 
 def gp_run(targets: Tensor, refine: int = 0, **settings: Any) -> Run:

@@ -49,7 +49,9 @@ def network(checkpoint: Checkpoint | None) -> tuple[Tensor, Tensor]:
 
 def gp(checkpoint: Checkpoint | None) -> tuple[Tensor, Tensor]:
     """The same after a fit with a kernel."""
-    model = NonConjugateGP(kernels.Matern32(0.75, 2.0), likelihoods.Softmax(3), max_products=6, seed=0)
+    model = NonConjugateGP(
+        kernels.Matern32(0.75, 2.0), likelihoods.Softmax(3), max_products=6, seed=0, policy="curvature_residual"
+    )
     model.fit(*data(), checkpoint=checkpoint)
     mean, covariance = model.latent(NEW)
     return mean, covariance.diagonal(dim1=1, dim2=2).sum(1)

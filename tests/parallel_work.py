@@ -200,12 +200,16 @@ def kernel_results() -> Results:
     different = [kernels.RBF(lengthscale=0.3 + 0.1 * c, outputscale=2.0) for c in range(CLASSES)]
     softmax, found = likelihoods.Softmax(CLASSES), {}
     gps = {
-        "joint": NonConjugateGP(matern, softmax, max_products=8, actions="joint"),
-        "kronecker": NonConjugateGP(matern, softmax, max_products=6, actions="kronecker"),
-        "several kernels, compressed": NonConjugateGP(different, softmax, max_products=8, max_rank=5),
-        "many coordinates": NonConjugateGP(kernels.Matern12(lengthscale=2.0), softmax, max_products=6),
+        "joint": NonConjugateGP(matern, softmax, max_products=8, actions="joint", policy="curvature_residual"),
+        "kronecker": NonConjugateGP(matern, softmax, max_products=6, actions="kronecker", policy="curvature_residual"),
+        "several kernels, compressed": NonConjugateGP(
+            different, softmax, max_products=8, max_rank=5, policy="curvature_residual"
+        ),
+        "many coordinates": NonConjugateGP(
+            kernels.Matern12(lengthscale=2.0), softmax, max_products=6, policy="curvature_residual"
+        ),
         "random subspace": NonConjugateGP(matern, softmax, policy="random_subspace", max_products=8),
-        "by rows, as on a GPU": NonConjugateGP(matern, softmax, max_products=4),
+        "by rows, as on a GPU": NonConjugateGP(matern, softmax, max_products=4, policy="curvature_residual"),
     }
     for name, gp in gps.items():
         inputs = X if name != "many coordinates" else torch.cat([X, X.sin(), X.cos(), X.exp(), X**2, X**3], 1)
@@ -234,7 +238,12 @@ def all_results() -> tuple[Results, Results, int]:
 
 def optimised() -> list[float]:
     X, _ = inputs_and_labels()
-    gp = NonConjugateGP(kernels.RBF(lengthscale=0.3, outputscale=1.0), likelihoods.Gaussian(0.1), max_products=6)
+    gp = NonConjugateGP(
+        kernels.RBF(lengthscale=0.3, outputscale=1.0),
+        likelihoods.Gaussian(0.1),
+        max_products=6,
+        policy="curvature_residual",
+    )
     gp.optimize(X, X.sin().sum(1), max_steps=2)
     assert gp.optimization_ is not None
     return [*gp.optimization_.hyperparameters.values(), gp.optimization_.elbo]
@@ -274,7 +283,14 @@ def fit_network_saving(folder: str, die_at: int | None, settings: dict[str, Any]
 def fit_kernel_saving(folder: str, die_at: int | None, settings: dict[str, Any]) -> Taken:
     """The same for a kernel, by the number of products."""
     X, y = inputs_and_labels()
-    gp, said = NonConjugateGP(kernels.Matern32(lengthscale=0.4), likelihoods.Softmax(CLASSES), **settings), list[str]()
+    gp, said = (
+        NonConjugateGP(
+            kernels.Matern32(lengthscale=0.4),
+            likelihoods.Softmax(CLASSES),
+            **{"policy": "curvature_residual"} | settings,
+        ),
+        list[str](),
+    )
 
     def watch(state: State) -> None:
         if state.num_products == die_at and parallel.rank() == parallel.num_processes() - 1:
@@ -351,7 +367,9 @@ def refine_by_the_clock() -> int:
 def fail_alike_then_fit() -> list[float]:
     """The same mistake everywhere, caught; then a fit."""
     X, y = inputs_and_labels()
-    gp = NonConjugateGP(kernels.RBF(lengthscale=0.3), likelihoods.Softmax(CLASSES), max_products=3)
+    gp = NonConjugateGP(
+        kernels.RBF(lengthscale=0.3), likelihoods.Softmax(CLASSES), max_products=3, policy="curvature_residual"
+    )
     try:
         gp.fit(X, y + 5)
     except ValueError:
@@ -372,7 +390,7 @@ def fit_different_data() -> None:
 
 def fit_different_inputs() -> None:
     X, y = inputs_and_labels()
-    NonConjugateGP(kernels.RBF(), likelihoods.Softmax(CLASSES)).fit(X + parallel.rank(), y)
+    NonConjugateGP(kernels.RBF(), likelihoods.Softmax(CLASSES), policy="curvature_residual").fit(X + parallel.rank(), y)
 
 
 def traffic_of_a_fit(num_actions: int) -> tuple[int, int, int]:
@@ -412,7 +430,10 @@ def refine_broken(corrupt: Callable[[Any], None] | None) -> tuple[list[str], lis
     X, y = inputs_and_labels()
     is_kernel = corrupt in (break_kernel_image, put_nan_in_point)
     matern = kernels.Matern32(lengthscale=0.4, outputscale=4.0)
-    gp, la = NonConjugateGP(matern, likelihoods.Softmax(CLASSES), max_products=8), laplace(num_actions=7)
+    gp, la = (
+        NonConjugateGP(matern, likelihoods.Softmax(CLASSES), max_products=8, policy="curvature_residual"),
+        laplace(num_actions=7),
+    )
     loader = DataLoader(TensorDataset(X, y), 4)
     gp.fit(X, y) if is_kernel else la.fit(loader)
     if corrupt is not None and parallel.rank() == parallel.num_processes() - 1:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks import (
+    gp_peers,
     hyperparameters,
     kernels,
     kill_and_resume,
@@ -173,14 +174,14 @@ def test_the_benchmark_of_when_it_helps_compares_the_data_with_the_prior_alone(
 
 
 @pytest.mark.cli
-def test_the_benchmark_of_peers_has_ours_at_three_budgets_and_never_below_the_exact_variance(
+def test_the_benchmark_of_peers_has_iterncgp_at_three_budgets_and_never_below_the_exact_variance(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "peers.json"
     peers.main(["--quick", "--json", str(file)])
     rows = {row["method"]: row for row in json.loads(file.read_text())["digits"]}
-    ours = [row for name, row in rows.items() if name.startswith("ours")]
-    assert [row["method"] for row in ours] == ["ours, 1.3 epochs", "ours, 5.0 epochs", "ours, 20.0 epochs"]
+    ours = [row for name, row in rows.items() if name.startswith("IterNCGP")]
+    assert [row["method"] for row in ours] == ["IterNCGP, 1.3 epochs", "IterNCGP, 5.0 epochs", "IterNCGP, 20.0 epochs"]
     for kind in ("test", "rotated", "noise"):
         ratios = [row["variance"][kind] for row in ours]
         assert min(ratios) >= 1 - 1e-4 and ratios[0] >= ratios[1] - 1e-6 and ratios[1] >= ratios[2] - 1e-6
@@ -266,3 +267,16 @@ def test_shares_are_set_beside_the_best_that_so_many_actions_could_get(
     for ours, best in zip(figures["ours"], figures["best"], strict=True):
         assert 0.8 * best < ours < 100.01 and best < 100.01
     assert len(capsys.readouterr().out.splitlines()) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.cli
+def test_the_benchmark_of_gps_prints_two_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "gp_peers.json"
+    gp_peers.main(["--quick", "--limit", "40", "--only", "ours", "sklearn", "--json", str(file)])
+    written = json.loads(file.read_text())
+    assert {row["method"] for row in written["peers"]} == {"ours", "sklearn"}
+    assert {row["problem"] for row in written["counts"]} == set(gp_peers.DESIGNS)
+    assert {row["method"] for row in written["counts"]} == {"ours", "GLM", "mean count"}
+    assert all(row["nll"] == row["nll"] and not row["note"] for table in written.values() for row in table)
+    assert capsys.readouterr().out.count("| data | N | method | NLL |") == 2

@@ -39,7 +39,7 @@ def test_the_python_of_a_page_runs_in_order(page: Path) -> None:
 
 def test_there_is_python_to_run() -> None:
     with_code = {page.name for page in PAGES if python_blocks(page.read_text(encoding="utf-8"))}
-    assert with_code >= {"README.md", "api.md", "extending.md", "kernels.md"}
+    assert with_code >= {"README.md", "api.md", "extending.md", "gp.md", "kernels.md"}
 
 
 TOY = ("data.train_limit=150", "data.test_limit=40", "data.ood_limit=20", "model.train_epochs=1", "fit.num_actions=4")

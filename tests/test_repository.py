@@ -28,6 +28,7 @@ ORDER = [
     {"persistence"},
     {"fitting"},
     {"gp", "laplace_torch"},
+    {"botorch", "sklearn"},
     {"experiments"},
     {"__main__"},
 ]

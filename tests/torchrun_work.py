@@ -23,7 +23,9 @@ def results() -> dict[str, np.ndarray]:
         found |= {f"{policy} {name}": value for name, value in of_network(la).items()}
     for actions in ("joint", "kronecker"):
         kernel = kernels.Matern32(lengthscale=0.4, outputscale=4.0)
-        gp = NonConjugateGP(kernel, likelihoods.Softmax(CLASSES), max_products=4, actions=actions).fit(X, y)
+        gp = NonConjugateGP(
+            kernel, likelihoods.Softmax(CLASSES), max_products=4, actions=actions, policy="curvature_residual"
+        ).fit(X, y)
         mean, covariance = gp.latent(X[:5] + 0.01)
         of_gp = {"mean": mean, "covariance": covariance, "gram": gp.posterior_.state.gram}
         found |= {f"{actions} {name}": value for name, value in of_gp.items()}

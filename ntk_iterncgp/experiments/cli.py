@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _check_alone(command: str) -> None:
     if _launched_rank() is not None:
-        raise ConfigError(f"Several processes can 'fit' together, but not '{command}': start one of them.")
+        raise ConfigError(f"Several processes together must 'fit'; got '{command}'. Try it in one process.")
 
 
 def _explained(error: BaseException) -> tuple[int | None, str]:
@@ -118,65 +118,46 @@ def _parser() -> _Parser:
 
     def add(name: str, run: Callable[[argparse.Namespace], int], text: str, example: str) -> argparse.ArgumentParser:
         raw = argparse.RawDescriptionHelpFormatter
-        command = commands.add_parser(
-            name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=example, formatter_class=raw
-        )
+        described, epilog = f"{text[0].upper()}{text[1:]}.", f"example:\n  ntk-iterncgp {example}"
+        command = commands.add_parser(name, help=text, description=described, epilog=epilog, formatter_class=raw)
         command.set_defaults(run=run)
         return command
 
-    fit = add(
-        "fit",
-        _fit,
-        "compute the posterior of a network or a kernel: a file that predictions need and nothing else",
-        "example:\n  ntk-iterncgp fit configs/digits.yaml --set fit.num_actions=50",
-    )
-    evaluate = add(
-        "evaluate",
-        _evaluate,
-        "compare with temperature scaling, the prior alone and laplace-torch: table and report.html",
-        "example:\n  ntk-iterncgp evaluate configs/cifar10_resnet20.yaml --set data.train_limit=10000",
-    )
+    text = "compute the posterior of a network or a kernel: a file that predictions need and nothing else"
+    fit = add("fit", _fit, text, "fit configs/digits.yaml --set fit.num_actions=50")
+    text = "compare with temperature scaling, the prior alone and laplace-torch: table and report.html"
+    evaluate = add("evaluate", _evaluate, text, "evaluate configs/cifar10_resnet20.yaml --set data.train_limit=10000")
     for command in (fit, evaluate):
         command.add_argument("config", metavar="CONFIG", help="YAML file with what differs from the defaults")
         _add_settings(command)
-    predict = add(
-        "predict",
-        _predict,
-        "probabilities, or intervals of real targets, and scores for new inputs",
-        "example:\n  ntk-iterncgp predict runs/digits/posterior.safetensors --input new.npz --output new.csv",
-    )
-    predict.add_argument("posterior", metavar="POSTERIOR", help="the file that 'fit' wrote")
-    predict.add_argument(
-        "--input", metavar="FILE", required=True, help=".npz with x, .npy, .csv, an image, or a folder of images"
-    )
-    predict.add_argument(
-        "--output", metavar="FILE", help=".csv or .npz (default: predictions.csv beside the posterior)"
-    )
-    predict.add_argument("--link", choices=("accurate", "probit"), default="accurate", help="default: accurate")
-    predict.add_argument(
-        "--model",
-        metavar="MODULE:FUNCTION",
-        help="what makes your own network; the file's word is not enough",
-    )
-    predict.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
-    demo = add(
-        "demo",
-        _demo,
-        "train a small network on scikit-learn's digits, fit it, compare it with the exact posterior",
-        "example:\n  ntk-iterncgp demo --output-dir runs/mine",
-    )
-    _add_settings(demo)
-    bench = add(
-        "bench",
-        _bench,
-        "run a benchmark of the repository, or all of them at small size",
-        "example:\n  ntk-iterncgp bench ntk --quick",
-    )
+    text = "probabilities, or intervals of real targets, and scores for new inputs"
+    example = "predict runs/digits/posterior.safetensors --input new.npz --output new.csv"
+    _add_prediction(add("predict", _predict, text, example))
+    text = "train a small network on scikit-learn's digits, fit it, compare it with the exact posterior"
+    _add_settings(add("demo", _demo, text, "demo --output-dir runs/mine"))
+    bench = add("bench", _bench, "run a benchmark of the repository, or all of them at small size", "bench ntk --quick")
     bench.add_argument("name", metavar="NAME", nargs="?", help="a file of benchmarks/ without .py; none: all, quickly")
     bench.add_argument("--quick", action="store_true", help="small problems: does it run?")
     bench.add_argument("--json", metavar="FILE", help="write the results here, too")
     commands.add_parser("reproduce", help="the paper's experiments; 'reproduce --help' lists them")
     return parser
+
+
+def _add_prediction(command: argparse.ArgumentParser) -> None:
+    command.add_argument("posterior", metavar="POSTERIOR", help="the file that 'fit' wrote")
+    inputs = ".npz with x, .npy, .csv, an image, or a folder of images"
+    command.add_argument("--input", metavar="FILE", required=True, help=inputs)
+    outputs = ".csv or .npz (default: predictions.csv beside the posterior)"
+    command.add_argument("--output", metavar="FILE", help=outputs)
+    links = ("quadrature", "probit")
+    command.add_argument("--link", type=_link, choices=links, default=links[0], help="default: quadrature")
+    trusted = "what makes your own network; the file's word is not enough"
+    command.add_argument("--model", metavar="MODULE:FUNCTION", help=trusted)
+    command.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
+
+
+def _link(text: str) -> str:
+    return "quadrature" if text == "accurate" else text  # its former name
 
 
 def _add_settings(command: argparse.ArgumentParser) -> None:
@@ -201,8 +182,9 @@ def _settings(arguments: argparse.Namespace) -> RunConfig:
 
 
 def with_output_dir(config: RunConfig, folder: str) -> RunConfig:
+    """Put the results elsewhere."""
     if not folder:
-        raise ConfigError("output_dir expects the name of a folder, but got an empty text.")
+        raise ConfigError("output_dir must be the name of a folder; got an empty text. Try runs/mine.")
     return replace(config, output_dir=folder)
 
 
@@ -249,7 +231,9 @@ def _reproduce(arguments: list[str]) -> int:
     except ModuleNotFoundError as error:
         if error.name != "ntk_iterncgp.experiments.reproduce":
             raise
-        raise ConfigError("'reproduce' is not part of this version.") from error
+        raise ConfigError(
+            "'reproduce' must be part of the installation; got one without it. Try a checkout of the repository."
+        ) from error
     return int(module.main(arguments))
 
 
@@ -259,12 +243,12 @@ def _bench(arguments: argparse.Namespace) -> int:
     paths = {path.stem: path for path, heading in headings.items() if heading is not None}
     if arguments.name is not None:
         if arguments.name not in paths:
-            raise ConfigError(f"There is no benchmark '{arguments.name}'; there are: {', '.join(paths)}.")
+            raise ConfigError(f"NAME must be a benchmark; got '{arguments.name}'. Try one of {', '.join(paths)}.")
         flags = ["--quick"] * arguments.quick + (["--json", arguments.json] if arguments.json else [])
         print(f"{arguments.name}: {headings[paths[arguments.name]]}", flush=True)
         return _run(paths[arguments.name], flags)
     if arguments.json:
-        raise ConfigError("--json expects the name of one benchmark before it, for instance: bench solver --json FILE.")
+        raise ConfigError("--json must follow the name of one benchmark; got none. Try: bench solver --json FILE.")
     for name, path in paths.items():
         print(f"{name}: {headings[path]}", flush=True)
         code = _run(path, ["--quick"])
@@ -281,7 +265,7 @@ def _benchmarks_folder() -> Path:
     for root in (here, *here.parents):
         if (root / "benchmarks").is_dir() and (root / "ntk_iterncgp").is_dir():
             return root / "benchmarks"
-    raise ConfigError("Benchmarks are part of the repository, not of the package; run this inside a checkout of it.")
+    raise ConfigError("Benchmarks must be run inside a checkout of the repository; got a folder that is not. Try cd.")
 
 
 def _run(path: Path, flags: list[str]) -> int:

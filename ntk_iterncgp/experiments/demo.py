@@ -29,6 +29,7 @@ SETTINGS = (
 
 
 def settings(overrides: Sequence[str] = ()) -> RunConfig:
+    """Return the settings of the demo, changed by `section.key=value` texts."""
     return load(None, [*SETTINGS, *overrides])
 
 

@@ -24,9 +24,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from ntk_iterncgp.experiments.config import ConfigError, ModelConfig
+from ntk_iterncgp.experiments.config import ModelConfig
 from ntk_iterncgp.experiments.progress import Say, reporting, silent
-from ntk_iterncgp.experiments.settings import nearest
+from ntk_iterncgp.experiments.settings import ConfigError, nearest
 from ntk_iterncgp.jacobian.calling import as_outputs
 
 RESNETS = {f"cifar_resnet{depth}": (depth - 2) // 6 for depth in (20, 32, 44, 56)}
@@ -38,7 +38,7 @@ def mlp(num_classes: int, input_shape: tuple[int, ...], width: int = 100, depth:
     """Tanh layers of one width."""
     _check_size("width", width, at_least=1)
     if _check_size("depth", depth, at_least=0) > MAX_DEPTH:
-        raise TypeError(f"depth expects a whole number from 0 to {MAX_DEPTH}, but got {depth!r}")
+        raise TypeError(f"depth must be a whole number from 0 to {MAX_DEPTH}; got {depth!r}")
     sizes = [math.prod(input_shape), *[width] * depth]
     layers = [m for a, b in itertools.pairwise(sizes) for m in (nn.Linear(a, b), nn.Tanh())]
     return nn.Sequential(nn.Flatten(), *layers, nn.Linear(sizes[-1], num_classes))
@@ -61,6 +61,7 @@ def cnn(num_classes: int, input_shape: tuple[int, ...], width: int = 8) -> nn.Mo
 
 
 def lenet(num_classes: int = 10, input_shape: tuple[int, ...] = (1, 28, 28)) -> nn.Module:
+    """LeNet-5 with ReLU and max pooling."""
     channels, side, _ = _image_shape("lenet", input_shape, smallest=12)
     return nn.Sequential(
         nn.Conv2d(channels, 6, 5, padding=2),
@@ -79,6 +80,8 @@ def lenet(num_classes: int = 10, input_shape: tuple[int, ...] = (1, 28, 28)) -> 
 
 
 class Block(nn.Module):
+    """Two convolutions and a shortcut."""
+
     def __init__(self, inner: int, outer: int, stride: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(inner, outer, 3, stride, 1, bias=False)
@@ -92,7 +95,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
-        return self.relu(hidden + (x if self.downsample is None else self.downsample(x)))
+        result: Tensor = self.relu(hidden + (x if self.downsample is None else self.downsample(x)))
+        return result
 
 
 class CifarResNet(nn.Module):
@@ -111,7 +115,8 @@ class CifarResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.relu(self.bn1(self.conv1(x)))
-        return self.fc(self.layer3(self.layer2(self.layer1(x))).mean((2, 3)))
+        outputs: Tensor = self.fc(self.layer3(self.layer2(self.layer1(x))).mean((2, 3)))
+        return outputs
 
 
 def build(
@@ -121,7 +126,7 @@ def build(
     given = dict(arguments or {})
     if ":" in name:
         return _imported(name, given).eval()
-    with foreign(f"model.arguments do not suit '{name}'"):
+    with foreign(f"model.arguments must suit '{name}'", "others"):
         if name in RESNETS:
             _image_shape(name, input_shape, smallest=8, channels=3)
             return CifarResNet(RESNETS[name], **({"num_classes": num_classes} | given)).eval()
@@ -129,12 +134,13 @@ def build(
             makers: dict[str, Callable[..., nn.Module]] = {"mlp": mlp, "cnn": cnn, "lenet": lenet}
             return makers[name](num_classes, input_shape, **given).eval()
         if name in torchvision.models.list_models(torchvision.models):
-            return torchvision.models.get_model(name, **({"num_classes": num_classes} | given)).eval()
+            model: nn.Module = torchvision.models.get_model(name, **({"num_classes": num_classes} | given))
+            return model.eval()
     near = nearest(name, (*BUILT_IN, *torchvision.models.list_models(torchvision.models)))
-    hint = f"did you mean '{near}'? " if near else ""
+    advice = f"'{near}', " if near else ""
     raise ConfigError(
-        f"There is no model '{name}'; {hint}Built in are {', '.join(BUILT_IN)}; torchvision's classifiers go by their "
-        "names, and your own by 'package.module:function'."
+        f"model.name must be a model; got '{name}'. Try {advice}one of {', '.join(BUILT_IN)}, a classifier of "
+        "torchvision's, or your own as 'package.module:function'."
     )
 
 
@@ -153,8 +159,8 @@ def rebuild(
     """
     if ":" in config.name and config.name != trusted:
         raise ConfigError(
-            f"The posterior is of a network that '{config.name}' makes, and which code runs is not for a file to say. "
-            f"If you trust it, name it yourself: --model {config.name}."
+            f"The code that makes the network, '{config.name}', must be named by you, not by the file alone; got none. "
+            f"If you trust it, try --model {config.name}."
         )
     arguments = {k: v for k, v in config.arguments.items() if k != "weights"}  # they come from the file
     if ":" not in config.name:
@@ -171,7 +177,7 @@ def _check_shapes(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -
     for name in sorted({*expected, *found}):
         one, other = (tuple(s[name].shape) if name in s else None for s in (expected, found))
         if one != other:
-            raise ValueError(f"{name} is expected to have the shape {one}, but has {other}")
+            raise ValueError(f"{name} must have the shape {one}; got {other}")
 
 
 def load_checkpoint(model: nn.Module, path: Path, name: str) -> None:
@@ -183,17 +189,21 @@ def load_checkpoint(model: nn.Module, path: Path, name: str) -> None:
             else torch.load(path, map_location="cpu", weights_only=True)
         )
     except FileNotFoundError as error:
-        raise ConfigError(f"There is no checkpoint at '{path}'; set model.checkpoint to an existing file.") from error
+        raise ConfigError(f"model.checkpoint must be a file that exists; got '{path}'. Try another path.") from error
     except (SafetensorError, OSError, RuntimeError, EOFError, ValueError) as error:
-        raise ConfigError(f"'{path}' is not a checkpoint in safetensors, or is damaged ({_line(error)}).") from error
+        raise ConfigError(
+            f"'{path}' must be a checkpoint in safetensors; got: {_line(error).rstrip('.')}. Try to save it again."
+        ) from error
     except Exception as error:  # what torch raises for a file that would run code
         raise ConfigError(
-            f"'{path}' is expected to hold weights only, but holds other objects; save model.state_dict() alone."
+            f"'{path}' must hold weights only; got other objects. Try torch.save(model.state_dict(), path)."
         ) from error
     state = state.get("state_dict", state) if isinstance(state, dict) else state
     own = model.state_dict()
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise ConfigError(f"'{path}' is expected to hold a state dict, tensors by name, but holds something else.")
+        raise ConfigError(
+            f"'{path}' must hold a state dict, tensors by name; got another object. Try model.state_dict()."
+        )
     missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
     missing = [key for key in missing if not key.endswith("num_batches_tracked")]
     wrong = [key for key in own if key in state and own[key].shape != state[key].shape]
@@ -201,8 +211,8 @@ def load_checkpoint(model: nn.Module, path: Path, name: str) -> None:
         what = [f"lacks {_some(missing)}"] * bool(missing) + [f"has {_some(extra)} besides"] * bool(extra)
         what += [f"has {key} as {tuple(state[key].shape)}, not {tuple(own[key].shape)}" for key in wrong[:2]]
         raise ConfigError(
-            f"'{path}' is a checkpoint of another architecture than '{name}': it {'; it '.join(what)}. Name the model "
-            "it was saved from (model.name, model.arguments)."
+            f"'{path}' must be a checkpoint of '{name}'; got another architecture: it {'; it '.join(what)}. Try the "
+            "model it was saved from (model.name, model.arguments)."
         )
     model.load_state_dict(state, strict=False)
 
@@ -252,32 +262,36 @@ def _imported(path: str, arguments: Mapping[str, Any]) -> nn.Module:
     module_name, _, function = path.partition(":")
     if "" not in sys.path:
         sys.path.insert(0, "")  # modules beside the run, as `python -m` finds them
-    with foreign(f"Cannot import the model '{path}'; install it, or run where it lies"):
+    with foreign(f"The module of '{path}' must be importable", "to install it, or to run where it lies"):
         module = importlib.import_module(module_name)
     maker = getattr(module, function, None)
     if maker is None:
-        raise ConfigError(f"Cannot find the model '{path}': '{module_name}' has no '{function}'.")
-    with foreign(f"Cannot make the model '{path}' with model.arguments {arguments}"):
+        raise ConfigError(
+            f"'{path}' must be a function of its module; got no '{function}' in '{module_name}'. Try another name."
+        )
+    with foreign(f"'{path}' must make a model of model.arguments {arguments}", "others"):
         model = maker(**arguments)
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"'{path}' is expected to return a torch.nn.Module, but returned {type(model).__name__}.")
+        raise ConfigError(f"'{path}' must return a torch.nn.Module; got {type(model).__name__}. Try another function.")
     return model
 
 
 @contextmanager
-def foreign(sentence: str) -> Iterator[None]:
-    """While open, code runs that is not ours, a network's: whatever it raises is told after the sentence."""
+def foreign(requirement: str, advice: str) -> Iterator[None]:
+    """While open, code runs that is not ours, a network's: what it raises becomes a `ConfigError`."""
     try:
         yield
     except (ConfigError, OSError, MemoryError):  # which have sentences of their own
         raise
     except Exception as error:
-        raise ConfigError(f"{sentence} ({type(error).__name__}: {_line(error).rstrip('.')}).") from error
+        raise ConfigError(
+            f"{requirement}; got {type(error).__name__}: {_line(error).rstrip('.')}. Try {advice}."
+        ) from error
 
 
 def _check_size(name: str, value: Any, *, at_least: int) -> int:
     if type(value) is not int or value < at_least:
-        raise TypeError(f"{name} expects a whole number of at least {at_least}, but got {value!r}")
+        raise TypeError(f"{name} must be a whole number of at least {at_least}; got {value!r}")
     return value
 
 
@@ -288,8 +302,8 @@ def _image_shape(
     if wrong:
         kind = f"{channels} channels and " if channels else ""
         raise ConfigError(
-            f"'{name}' expects square images with {kind}sides of at least {smallest}, but the data have the shape "
-            f"{shape}. Use another model, for instance 'mlp'."
+            f"Inputs of '{name}' must be square images with {kind}sides of at least {smallest}; got the shape {shape}. "
+            "Try another model, for instance 'mlp'."
         )
     return shape[0], shape[1], shape[2]
 

@@ -65,13 +65,13 @@ class Progress:
             return share
         return f"{share}, about {duration(seconds * (total - done) / done)} to go"
 
-    def counted(self, loader: DataLoader) -> DataLoader:
+    def counted(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """The same loader, of which each sweep counts anew, batch by batch."""
         settings: dict[str, Any] = {"batch_size": loader.batch_size, "collate_fn": loader.collate_fn}
         return _Counted(self, loader.dataset, **settings)
 
 
-class _Counted(DataLoader):
+class _Counted(DataLoader[Any]):
     """A loader in the order of its dataset, which tells a `Progress` about its batches."""
 
     def __init__(self, progress: Progress, dataset: Any, **settings: Any) -> None:

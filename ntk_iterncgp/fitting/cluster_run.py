@@ -193,7 +193,7 @@ def read_meter(state: ClusterState, network: LinearisedNetwork, seconds: float) 
         posterior = posterior.leading(last.num_kept)
     try:
         information = posterior.information_captured(network.prior_precision, network.noise_scale)
-    except (torch.linalg.LinAlgError, ArithmeticError):  # images that are no numbers: the self-check mends or refuses
+    except (torch.linalg.LinAlgError, ArithmeticError):  # type: ignore[attr-defined]  # images that are no numbers
         information = math.nan
     return Record(
         num_products=0,

@@ -36,7 +36,8 @@ class Budget:
     def __post_init__(self) -> None:
         for name in ("epochs", "seconds"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, (int, float)) and value > 0):
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if value is not None and not (is_number and value > 0):
                 raise ValueError(f"`{name}` must be a positive number; got {value!r}. Try {name}=1.")
             if isinstance(value, int) and value >= 2**63:
                 raise ValueError(f"`{name}` must be below 2^63; got a larger number. Try {name}=None for no limit.")

@@ -52,6 +52,8 @@ def checked_kernels(kernel: Kernel | Sequence[Kernel], likelihood: Likelihood) -
 
 def checked_mean(mean: float | Sequence[float] | Tensor, likelihood: Likelihood) -> Tensor:  # (C,)
     """The constant prior mean of each output."""
+    if isinstance(mean, bool):
+        raise TypeError(f"`mean` must be a number, or one for each output; got {mean}. Try mean=0.0.")
     values = as_tensor(mean, "mean", None, None if isinstance(mean, Tensor) else torch.float64).double()
     if values.ndim > 1 or (values.ndim == 1 and len(values) != likelihood.num_outputs):
         raise ValueError(

@@ -12,15 +12,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ntk_iterncgp.fitting.drive import Trajectory, drive
+from ntk_iterncgp.fitting.drive import Run, Trajectory, drive
+from ntk_iterncgp.fitting.exact_run import ExactRun, exact_checked, exact_report
 from ntk_iterncgp.fitting.report import FitReport
 from ntk_iterncgp.fitting.self_check import checked
-from ntk_iterncgp.fitting.solver_run import SolverRun, solver_report
+from ntk_iterncgp.fitting.solver_run import SolverRun, Steps, solver_report
+from ntk_iterncgp.gp.affordable import MODES, Sizes, chooses_exact, explained
 from ntk_iterncgp.gp.checks import (
     check_memory,
     checked_device,
@@ -33,14 +35,18 @@ from ntk_iterncgp.gp.checks import (
     choose_kronecker,
     computing_dtype,
 )
-from ntk_iterncgp.gp.optimize import OptimizationReport, maximise_elbo
-from ntk_iterncgp.gp.saving import session_of
+from ntk_iterncgp.gp.evidence import ExactEvidence
+from ntk_iterncgp.gp.hyperparameters import MEAN, hyperparameters, mean_from_data, with_values
+from ntk_iterncgp.gp.optimize import OptimizationReport, SearchOptions, maximise_elbo, maximise_evidence
+from ntk_iterncgp.gp.saving import search_session, session_of
+from ntk_iterncgp.gp.shareable import Shareable
 from ntk_iterncgp.kernels import METHODS, Kernel
 from ntk_iterncgp.likelihoods import Likelihood
-from ntk_iterncgp.persistence.checkpoint import Checkpoint
-from ntk_iterncgp.posterior.function_space import Evidence, Posterior
+from ntk_iterncgp.persistence.checkpoint import UNSAVED, Checkpoint, CheckpointSession
+from ntk_iterncgp.posterior.exact import ExactPosterior
+from ntk_iterncgp.posterior.function_space import Evidence, FunctionPosterior, Posterior
 from ntk_iterncgp.posterior.predictive import check_interval, check_link, credible_interval, expected_response
-from ntk_iterncgp.priors.gram import GramPrior
+from ntk_iterncgp.priors.gram import GramPrior, working_dtype
 from ntk_iterncgp.runtime import parallel
 from ntk_iterncgp.runtime.validate import non_negative, seed_number, whole_number
 from ntk_iterncgp.solver import (
@@ -55,19 +61,25 @@ from ntk_iterncgp.solver import (
     refine,
     resolve_policy,
 )
+from ntk_iterncgp.solver.exact import ExactState, exact_state, written_out
+from ntk_iterncgp.solver.extension import with_more_data
 
 T = TypeVar("T")
+SUBSET = 1000  # data whose exact evidence gives a search among more than twice as many its starting values
 MAX_KRONECKER_RANK = 3000  # beyond this the B×B algebra takes longer than it saves in products
 
 
-class NonConjugateGP:
+class NonConjugateGP(Shareable):
     """A Gaussian process with a log-concave likelihood, by IterNCGP.
 
     Args:
         kernel: One kernel for all outputs, or a list with one for each.
         likelihood: Gaussian, Bernoulli, Poisson, Softmax, or your own.
-        mean: The prior mean, a constant or one for each output.
-        policy: "curvature_residual", "residual", "unit", "random_subspace", or a callable state -> (n, k).
+        mean: The prior mean, a constant or one for each output. None: zero, until `optimize` learns it with the
+            hyperparameters (by the exact evidence, and not for several classes).
+        policy: "auto": the exact posterior where it costs less than `max_products` products and fits in memory, else
+            "curvature_residual". "exact" insists. "curvature_residual", "residual", "unit", "random_subspace", or a
+            callable state -> (n, k), iterate. So does "auto" where `max_rank`, `actions` or `damped` are given.
         max_products: Products with the kernel matrix that `fit` may spend.
         max_newton_steps: Newton steps that `fit` may take.
         products_per_step: Products in one Newton step.
@@ -94,8 +106,8 @@ class NonConjugateGP:
         kernel: Kernel | Sequence[Kernel],
         likelihood: Likelihood,
         *,
-        mean: float | Sequence[float] | Tensor = 0.0,
-        policy: str | Policy = "curvature_residual",
+        mean: float | Sequence[float] | Tensor | None = None,
+        policy: str | Policy = "auto",
         max_products: int = 100,
         max_newton_steps: int = 20,
         products_per_step: int = 5,
@@ -113,8 +125,14 @@ class NonConjugateGP:
     ) -> None:
         self.likelihood = checked_likelihood(likelihood)
         self.kernels = checked_kernels(kernel, likelihood)
-        self.mean = checked_mean(mean, likelihood)
-        self.policy = resolve_policy(policy)
+        self.mean = checked_mean(0.0 if mean is None else mean, likelihood)
+        self.mean_is_given = mean is not None
+        iterating = "curvature_residual" if isinstance(policy, str) and policy in MODES else policy
+        self.policy = resolve_policy(iterating, others=MODES)
+        asks_for_iteration = max_rank is not None or actions != "auto" or not damped
+        self.mode = "iterative"
+        if isinstance(policy, str) and policy in MODES and (policy == "exact" or not asks_for_iteration):
+            self.mode = policy
         self.stopping = Stopping(
             max_products,
             products_per_step,
@@ -123,7 +141,7 @@ class NonConjugateGP:
             residual_tol=min(1e-5, 1e-3 * non_negative("newton_tol", newton_tol)),
         )
         self.options = NewtonOptions(max_rank, compression, damped)
-        self.kronecker = choose_kronecker(actions, policy, likelihood, self.kernels, max_rank)
+        self.kronecker = choose_kronecker(actions, iterating, likelihood, self.kernels, max_rank)
         if self.kronecker and max_rank is None:
             self.options = NewtonOptions(MAX_KRONECKER_RANK, compression, damped)
         if product_method not in METHODS:
@@ -133,7 +151,7 @@ class NonConjugateGP:
         self.chunk_bytes = whole_number("chunk_bytes", chunk_bytes, at_least=1)
         self.seed = seed_number(seed)
         self.dtype, self.device = checked_dtype(dtype), checked_device(device)
-        self._posterior: Posterior | None = None
+        self._posterior: FunctionPosterior | None = None
         self._report: FitReport | None = None
         self.optimization_: OptimizationReport | None = None  # how `optimize` went
 
@@ -152,7 +170,7 @@ class NonConjugateGP:
         y: Tensor,
         *,
         progress_bar: bool = False,
-        callback: Callable[[State], object] | None = None,
+        callback: Callable[[Any], object] | None = None,
         checkpoint: Checkpoint | None = None,
     ) -> NonConjugateGP:
         """Infer the posterior of the latent functions from data.
@@ -170,28 +188,16 @@ class NonConjugateGP:
         inputs = self._checked_inputs(X, "X").detach().clone()  # what the caller does to X later changes nothing here
         targets = checked_targets(y, inputs, self.likelihood).clone()
         parallel.check_same([inputs, targets], "X and y are")
-        capacity, outputs = self._capacity(len(inputs)), 1 if self.kronecker else self.likelihood.num_outputs
-        prior = GramPrior(
-            self.kernels,
-            inputs.to(computing_dtype(self.kernels, inputs, capacity * outputs)),
-            self.mean,
-            chunk_bytes=self.chunk_bytes,
-            method=self.product_method,
-            tolerance=self.product_tolerance,
-            data_dtype=inputs.dtype,
-        )
-        problem = Problem(prior, self.likelihood, targets)
-        check_memory(problem, capacity, self.options.max_rank, self.kronecker, self.chunk_bytes)
-        state = initial_state(problem, seed=self.seed, capacity=capacity, kronecker=self.kronecker)
-        session, digests = session_of(self, checkpoint, "fit", state)
-        run = SolverRun(
-            lambda state: newton(state, self.policy, self.stopping, self.options),
+        state = self._start(inputs, targets)
+        return self._drive(
+            "fit",
             state,
+            lambda state: newton(state, self.policy, self.stopping, self.options),
             self.stopping.max_products,
-            digests,
+            progress_bar=progress_bar,
+            callback=callback,
+            checkpoint=checkpoint,
         )
-        trajectory = drive(run, state, callback=callback, progress_bar=progress_bar, session=session)
-        return self._take(trajectory, prior.how)
 
     @parallel.together()
     def optimize(
@@ -199,49 +205,107 @@ class NonConjugateGP:
         X: Tensor,
         y: Tensor,
         *,
-        max_steps: int = 20,
+        max_steps: int = 50,
         tolerance: float = 0.02,
+        restarts: int = 1,
         fixed: Sequence[str] = (),
         progress_bar: bool = False,
+        checkpoint: Checkpoint | None = None,
     ) -> NonConjugateGP:
-        """Choose lengthscales, outputscale and noise by the evidence lower bound, and fit there.
+        """Choose lengthscales, outputscale and noise by the evidence, and fit there.
 
-        Each step spends `max_products` on a fit and then climbs. The bound is as tight as the fit: make sure that
-        `information_captured` is high. Afterwards `kernels`, `likelihood` and `optimization_` hold the result; after
-        Ctrl-C, the best one so far.
+        Where an exact fit is affordable, its Laplace evidence is maximised: also the prior mean, where none was given,
+        and from starting values that the data suggest besides those of the kernel. Elsewhere the evidence lower bound
+        is: each step spends `max_products` on a fit and then climbs. The bound is as tight as the fit: make sure that
+        `information_captured` is high. The search of a large problem begins with the exact evidence of a subset.
+
+        Afterwards `kernels`, `likelihood`, `mean` and `optimization_` hold the result; after Ctrl-C, the best so far.
 
         Args:
             X: The inputs (N, d).
             y: The targets, as in `fit`.
             max_steps: How many steps to take at most.
             tolerance: Stop when no hyperparameter moves by more than this fraction.
+            restarts: How many more places to climb the exact evidence from, besides the best one.
             fixed: Names of hyperparameters to leave as they are.
             progress_bar: Whether to show one.
+            checkpoint: Where to save the search as it proceeds; the same call after a crash resumes from there.
 
         Returns:
             This GP.
         """
+        inputs = self._checked_inputs(X, "X").detach().clone()
+        targets = checked_targets(y, inputs, self.likelihood).clone()
+        options = SearchOptions(
+            whole_number("max_steps", max_steps, at_least=1),
+            tolerance,
+            fixed,
+            whole_number("restarts", restarts, at_least=0),
+            progress_bar,
+        )
+        values = {n: x.detach().clone() for n, x in hyperparameters(self.kernels, self.likelihood).items()}
+        is_exact = self._chooses_exact(inputs)
+        by_subset = not is_exact and self.mode != "iterative" and len(inputs) > 2 * SUBSET
+        has_full_rank = self.likelihood.curvature_rank == self.likelihood.num_outputs
+        if (is_exact or by_subset) and has_full_rank and not self.mean_is_given:
+            values[MEAN] = mean_from_data(self.likelihood, targets).cpu()
+        options.free(values, self.kernels)  # refuses before any work
+        session = search_session(self, checkpoint, inputs, targets, options)
+        if is_exact or by_subset:
+            values, report = self._search_exactly(inputs, targets, values, options, session, by_subset=by_subset)
+        if is_exact:
+            best = self._at(values).fit(X, y)
+            report = replace(report, elbo=best.elbo())
+        else:
+            best, report = self._search_by_bound(X, y, values, options, session)
+        session.end(lambda: {})
+        self.kernels, self.likelihood, self.mean = best.kernels, best.likelihood, best.mean
+        self.optimization_, self._posterior, self._report = report, best._posterior, best._report
+        return self
+
+    def _search_exactly(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        values: dict[str, Tensor],
+        options: SearchOptions,
+        session: CheckpointSession,
+        *,
+        by_subset: bool,
+    ) -> tuple[dict[str, Tensor], OptimizationReport]:
+        """By the exact evidence, of all data or of some of them."""
+        if by_subset:
+            some = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(self.seed))[:SUBSET]
+            inputs, targets, session = inputs[some.to(inputs.device)], targets[some.to(targets.device)], UNSAVED
+        inputs = inputs.to(working_dtype(self.kernels, inputs))
+        evidence = ExactEvidence(
+            inputs, targets, self.kernels, self.likelihood, self.mean, chunk_bytes=self.chunk_bytes
+        )
+        return maximise_evidence(evidence, values, options, session)
+
+    def _search_by_bound(
+        self, X: Tensor, y: Tensor, values: dict[str, Tensor], options: SearchOptions, session: CheckpointSession
+    ) -> tuple[NonConjugateGP, OptimizationReport]:
+        """By the evidence lower bound of iterative fits."""
+        mean, values = values.get(MEAN, self.mean), {name: x for name, x in values.items() if name != MEAN}
+        options = replace(options, fixed=[name for name in options.fixed if name != MEAN])
 
         def fit(kernels: list[Kernel], likelihood: Likelihood) -> NonConjugateGP:
             gp = copy(self)  # this one stays as it is until there is a result
-            gp.kernels, gp.likelihood = kernels, likelihood
+            gp.kernels, gp.likelihood, gp.mean = kernels, likelihood, mean
             left = self.stopping.max_products - gp.fit(X, y).report_.num_products
             if left > 0 and gp.report_.status != Status.INTERRUPTED:
                 gp.refine(left)  # a loose bound prefers smooth kernels
             return gp
 
-        best, self.optimization_ = maximise_elbo(
-            fit,
-            self.kernels,
-            self.likelihood,
-            max_steps=whole_number("max_steps", max_steps, at_least=1),
-            tolerance=tolerance,
-            fixed=fixed,
-            progress_bar=progress_bar,
-        )
-        self.kernels, self.likelihood = best.kernels, best.likelihood
-        self._posterior, self._report = best._posterior, best._report
-        return self
+        return maximise_elbo(fit, self.kernels, self.likelihood, values, options, session)
+
+    def _at(self, values: dict[str, Tensor]) -> NonConjugateGP:
+        """A copy with other hyperparameters."""
+        gp = copy(self)
+        gp.kernels, gp.likelihood = with_values(self.kernels, self.likelihood, values)
+        gp.mean = values.get(MEAN, self.mean)
+        return gp
 
     @parallel.together()
     @torch.no_grad()
@@ -250,7 +314,7 @@ class NonConjugateGP:
         max_products: int = 50,
         *,
         progress_bar: bool = False,
-        callback: Callable[[State], object] | None = None,
+        callback: Callable[[Any], object] | None = None,
         checkpoint: Checkpoint | None = None,
     ) -> NonConjugateGP:
         """Spend more products from where the fit stopped: first on the mean, then on the variance.
@@ -266,34 +330,159 @@ class NonConjugateGP:
         """
         state, report = self.posterior_.state, self.report_
         max_products = whole_number("max_products", max_products, at_least=1)
-        columns = state.buffer.actions.factor.size + self._capacity(state.problem.prior.num_data, max_products)
-        columns = int(2.5 * columns)  # as they grow by half, into another place
-        check_memory(state.problem, columns, self.options.max_rank, self.kronecker, self.chunk_bytes)
         stopping = replace(self.stopping, max_products=max_products)
-        session, digests = session_of(self, checkpoint, "refine", state, max_products=max_products)
-        run = SolverRun(lambda state: refine(state, self.policy, stopping, self.options), state, max_products, digests)
+        if isinstance(state, State):
+            self._check_room(state, max_products)
+        return self._drive(
+            "refine",
+            state,
+            lambda state: refine(state, self.policy, stopping, self.options),
+            max_products,
+            progress_bar=progress_bar,
+            callback=callback,
+            checkpoint=checkpoint,
+            report=report,
+            identity={"max_products": max_products},
+        )
+
+    @parallel.together()
+    @torch.no_grad()
+    def update(
+        self,
+        X: Tensor,
+        y: Tensor,
+        *,
+        max_products: int | None = None,
+        progress_bar: bool = False,
+        callback: Callable[[Any], object] | None = None,
+        checkpoint: Checkpoint | None = None,
+    ) -> NonConjugateGP:
+        """Condition on more data, from where the fit stopped.
+
+        An iterative fit recycles its actions, S extended by zeros: products are spent on what is new. An exact one goes
+        on from its mode. Newton's method then finds the mode of the posterior given all data.
+
+        Args:
+            X: The new inputs (N', d).
+            y: The new targets, as in `fit`.
+            max_products: How many products to spend besides the one that recycling takes; None: as many as `fit` may.
+            progress_bar: Whether to show one.
+            callback: Called with each state of the solver.
+            checkpoint: Where to save the work as it proceeds; the same call after a crash resumes from there.
+
+        Returns:
+            This GP.
+        """
+        before = self.posterior_.state
+        inputs = self._checked_inputs(X, "X", new=True).detach().clone()
+        targets = checked_targets(y, inputs, self.likelihood).clone()
+        parallel.check_same([inputs, targets], "X and y are")
+        limit = self.stopping.max_products if max_products is None else max_products
+        stopping = replace(self.stopping, max_products=limit)
+        if not len(inputs):
+            return self
+        return self._drive(
+            "update",
+            self._with_more_data(before, inputs, targets, stopping.max_products),
+            lambda state: newton(state, self.policy, stopping, self.options),
+            stopping.max_products,
+            progress_bar=progress_bar,
+            callback=callback,
+            checkpoint=checkpoint,
+            identity={"max_products": stopping.max_products},
+        )
+
+    # --- runs -----------------------------------------------------------------------------------------------------
+
+    def _start(self, inputs: Tensor, targets: Tensor) -> State | ExactState:
+        """Where a fit begins; refuses what does not fit in memory."""
+        capacity, outputs = self._capacity(len(inputs)), 1 if self.kronecker else self.likelihood.num_outputs
+        dtype = computing_dtype(self.kernels, inputs, capacity * outputs)
+        is_exact = self._chooses_exact(inputs)
+        prior = GramPrior(
+            self.kernels,
+            inputs.to(working_dtype(self.kernels, inputs) if is_exact else dtype),
+            self.mean,
+            chunk_bytes=self.chunk_bytes,
+            method=self.product_method,
+            tolerance=self.product_tolerance,
+            data_dtype=inputs.dtype,
+        )
+        problem = Problem(prior, self.likelihood, targets)
+        if is_exact:
+            return exact_state(problem, written_out(prior))
+        check_memory(problem, capacity, self.options.max_rank, self.kronecker, self.chunk_bytes)
+        return initial_state(problem, seed=self.seed, capacity=capacity, kronecker=self.kronecker)
+
+    def _with_more_data(
+        self, before: State | ExactState, inputs: Tensor, targets: Tensor, max_products: int
+    ) -> State | ExactState:
+        """Where an update begins: at the point of a fit, or anew where all data are too many for an exact one."""
+        old = before.problem.prior
+        assert isinstance(old, GramPrior)
+        every = torch.cat([before.problem.targets, targets])
+        if isinstance(before, ExactState):
+            prior = old.extended(inputs)
+            if not self._chooses_exact(prior.inputs):
+                return self._start(prior.inputs.to(prior.data_dtype), every)
+            problem = Problem(prior, self.likelihood, every)
+            weights = before.iterate.representer_weights
+            padding = weights.new_zeros(problem.num_rows - len(weights))
+            return exact_state(problem, written_out(prior), torch.cat([weights, padding]))
+        problem = Problem(old.extended(inputs), self.likelihood, every)
+        self._check_room(replace(before, problem=problem), max_products)
+        return with_more_data(before, problem, capacity=self._capacity(len(every), max_products))
+
+    def _drive(
+        self,
+        name: str,
+        state: State | ExactState,
+        steps: Callable[[State], Steps],
+        max_products: int,
+        *,
+        progress_bar: bool,
+        callback: Callable[[Any], object] | None,
+        checkpoint: Checkpoint | None,
+        report: FitReport | None = None,
+        identity: dict[str, Any] | None = None,
+    ) -> NonConjugateGP:
+        """Go on from a state, and adopt the posterior where that ends; `report` is of the calls before."""
+        session, digests = session_of(self, checkpoint, name, state, **(identity or {}))
+        start: Any = state
+        run: Run[Any] = SolverRun(steps, start, max_products, digests)
+        if isinstance(state, ExactState):
+            run = ExactRun(state, digests)
         trajectory = drive(
             run,
-            state,
-            history=report.history,
-            seconds=report.seconds,
+            start,
+            history=report.history if report else (),
+            seconds=report.seconds if report else 0.0,
             callback=callback,
             progress_bar=progress_bar,
             session=session,
         )
-        return self._take(trajectory, report.products_by)
+        return self._take(trajectory)
 
-    def _take(self, trajectory: Trajectory[State], products_by: str) -> NonConjugateGP:
+    def _take(self, trajectory: Trajectory[Any]) -> NonConjugateGP:
         """Adopt a posterior that has passed its self-check; on failure an earlier one stays in place."""
-        report = replace(solver_report(trajectory), products_by=products_by)
+        state = trajectory.state
+        if isinstance(state, ExactState):
+            prior = state.problem.prior
+            assert isinstance(prior, GramPrior)
+            report = replace(exact_report(trajectory), products_by=explained(self._sizes(prior.inputs)))
+            state = exact_checked(state, report.history, is_finished=trajectory.status is Status.EXACT)
+            self._posterior, self._report = ExactPosterior(state), report
+            return self
+        prior = state.problem.prior
+        report = replace(solver_report(trajectory), products_by=prior.how)
         ascends = self.options.damped and self.options.keeps_mean and not self.likelihood.is_quadratic
-        state = checked(trajectory.state, report.history, ascends=ascends)
-        spent = state.problem.prior.num_products  # mending costs products too
+        state = checked(state, report.history, ascends=ascends)
+        spent = prior.num_products  # mending costs products too
         self._posterior, self._report = Posterior(state), replace(report, num_products=spent)
         return self
 
     @property
-    def posterior_(self) -> Posterior:
+    def posterior_(self) -> FunctionPosterior:
         """The posterior of the latent functions."""
         return _fitted(self._posterior)
 
@@ -370,6 +559,21 @@ class NonConjugateGP:
         return prior.inputs[:0].to(prior.data_dtype)  # no rows: new inputs must match their columns, dtype and device
 
     # --- sizes ----------------------------------------------------------------------------------------------------
+
+    def _chooses_exact(self, inputs: Tensor) -> bool:
+        if self.mode == "iterative":
+            return False
+        return chooses_exact(self.mode, self._sizes(inputs), self.likelihood, inputs.device)
+
+    def _sizes(self, inputs: Tensor) -> Sizes:
+        columns = self._capacity(len(inputs)) * (self.likelihood.curvature_rank if self.kronecker else 1)
+        actions = min(columns, self.options.max_rank or columns)
+        return Sizes.of(inputs, self.kernels, self.likelihood, self.stopping.max_products, actions)
+
+    def _check_room(self, state: State, max_products: int) -> None:
+        """For more columns than there are: as they grow by half, into another place."""
+        columns = state.buffer.actions.factor.size + self._capacity(state.problem.prior.num_data, max_products)
+        check_memory(state.problem, int(2.5 * columns), self.options.max_rank, self.kronecker, self.chunk_bytes)
 
     def _capacity(self, num_data: int, max_products: int | None = None) -> int:
         """Room for the columns that the budget can fill, so that buffers are not copied as they grow."""

@@ -11,25 +11,27 @@ from ntk_iterncgp.persistence.checkpoint import Checkpoint, CheckpointSession, o
 from ntk_iterncgp.persistence.fingerprint import described, digest_rows
 from ntk_iterncgp.priors.gram import GramPrior
 from ntk_iterncgp.solver import State
+from ntk_iterncgp.solver.exact import ExactState
 
 
 def session_of(  # `gp` is a NonConjugateGP, which comes after this file
-    gp: Any, checkpoint: Checkpoint | None, name: str, state: State, **more: Any
+    gp: Any, checkpoint: Checkpoint | None, name: str, state: State | ExactState, **more: Any
 ) -> tuple[CheckpointSession, Tensor | None]:
     """Open the checkpoint of a fit or refine that starts from this state.
 
     Args:
         gp: the GP that is fitted.
         checkpoint: where to save, if anywhere.
-        name: "fit" or "refine".
+        name: "fit", "refine" or "update".
         state: where the run starts.
         more: further settings that must match.
 
     Returns:
         The session, resumed from what was saved or at its beginning, and a digest of each datum.
     """
-    if more and checkpoint is not None:  # a refine, which starts where another run ended
-        more |= {"starts_from": described([state.gram, state.noise_gram, state.iterate.offset])}
+    if more and checkpoint is not None:  # a refine or update, which starts where another run ended
+        matrices = [] if isinstance(state, ExactState) else [state.gram, state.noise_gram]
+        more |= {"starts_from": described([*matrices, state.iterate.offset])}
     session = open_session(checkpoint, name, lambda: (_settings(gp, state) | more, {}))
     if not session.is_kept:
         return session, None
@@ -40,8 +42,26 @@ def session_of(  # `gp` is a NonConjugateGP, which comes after this file
     return session, data
 
 
-def _settings(gp: Any, state: State) -> dict[str, Any]:
+def search_session(
+    gp: Any, checkpoint: Checkpoint | None, inputs: Tensor, targets: Tensor, options: Any
+) -> CheckpointSession:
+    """Open the checkpoint of a search for hyperparameters."""
+
+    def identity() -> tuple[dict[str, Any], dict[str, Any]]:
+        data = {"data": described(digest_rows(inputs, targets)), "fixed": list(options.fixed)}
+        search = {"max_steps": options.max_steps, "tolerance": options.tolerance, "restarts": options.restarts}
+        return _settings_of_gp(gp) | data | search | {"device": inputs.device.type}, {}
+
+    return open_session(checkpoint, "optimize", identity)
+
+
+def _settings(gp: Any, state: State | ExactState) -> dict[str, Any]:
     prior = state.problem.prior
+    exact = {"exact": True} if isinstance(state, ExactState) else {}  # or else as before there was a choice
+    return exact | _settings_of_gp(gp) | {"dtype": str(prior.dtype), "device": prior.device.type}
+
+
+def _settings_of_gp(gp: Any) -> dict[str, Any]:
     kernels = [described(kernel) | {"values": described(kernel.trainable())} for kernel in gp.kernels]
     return {
         "kernels": kernels,
@@ -55,6 +75,4 @@ def _settings(gp: Any, state: State) -> dict[str, Any]:
         "product_tolerance": gp.product_tolerance,
         "chunk_bytes": gp.chunk_bytes,
         "seed": gp.seed,
-        "dtype": str(prior.dtype),
-        "device": prior.device.type,
     }

@@ -13,12 +13,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.grad import conv2d_weight
 
 from ntk_iterncgp.jacobian.rows import diagonal
+
+MANY_PLACES = 128  # of a convolution, from which on its derivatives are those of another one
 
 
 class Block(ABC):
@@ -192,6 +196,44 @@ class Contraction(Block):
 
     def curvature_diagonal(self, weight: Tensor) -> Tensor:
         return WrittenOut(self.matrix).curvature_diagonal(weight)
+
+
+class Convolution(Contraction):
+    """Σ_t g u of a convolution at many places: the derivative by the weights of a convolution with a group for each
+    datum. On a CPU it takes an eighth of the time of patches and their products where a ResNet-20 begins."""
+
+    def __init__(self, cotangents: Tensor, layer: nn.Conv2d, inputs: Tensor, out: torch.Size) -> None:
+        super().__init__(cotangents, partial(patches, layer, inputs), layer.weight[0].numel())
+        self._layer, self._images, self._out = layer, inputs, out  # u (b, I, H, W); the size of g's image
+
+    @staticmethod
+    def pays(inputs: Tensor, num_places: int) -> bool:
+        """Whether it is faster than patches."""
+        return inputs.device.type == "cpu" and inputs.dtype == torch.float32 and num_places >= MANY_PLACES
+
+    @property
+    def matrix(self) -> Tensor:
+        (b, C, channels, _), layer = self.cotangents.shape, self._layer
+        rows = conv2d_weight(
+            self._images.reshape(1, -1, *self._images.shape[2:]),
+            torch.Size((b * C * channels, *layer.weight.shape[1:])),
+            self.cotangents.reshape(1, -1, *self._out),
+            layer.stride,
+            layer.padding,
+            layer.dilation,
+            b,
+        )
+        return rows.view(b, C, -1)
+
+    @property
+    def num_needed(self) -> int:
+        return 2 * self.size
+
+    def in_dtype(self, dtype: torch.dtype) -> Block:
+        return self if dtype == self.cotangents.dtype else super().in_dtype(dtype)
+
+    def formed(self, space: Tensor) -> Block:
+        return WrittenOut(self.matrix)
 
 
 def patches(layer: nn.Conv2d, inputs: Tensor) -> Tensor:  # (b, I, H, W) -> (b, K, T)

@@ -48,7 +48,7 @@ class LastLayerJacobian(NetworkJacobian):
         pass  # memory is known without
 
     def bytes_per_row(self, num_outputs: int) -> int:
-        return 8 * (2 * num_outputs**2 + 2 * self.num_features)
+        return 8 * (2 * num_outputs**2 + 2 * self.num_features + 2 * num_outputs * self.num_outputs)
 
     def extended(self, features: Tensor) -> Tensor:  # (b, D) -> (b, D′)
         features = features.to(self.dtype)
@@ -86,15 +86,29 @@ class LastLayerRows(Rows):
 
     def times(self, weights: Tensor) -> Tensor:
         matrix = self._jacobian.matrix(weights.to(self._features.dtype))
+        if self._contrasts is not None and self._contrasts.ndim == 3:
+            return self._times_of_few(matrix)
         product = torch.einsum("bd,cdk->bck", self._features, matrix).double()
         return product if self._contrasts is None else self._contrasts.mT @ product
+
+    def _times_of_few(self, matrix: Tensor) -> Tensor:  # (C, D′, k) -> (b, r, k)
+        """Of contrasts of a few classes each: a product with the weights of these alone, class by class."""
+        assert self._contrasts is not None
+        b, _, r = self._contrasts.shape
+        has_part = (self._contrasts != 0).any(2)  # (b, C)
+        total = self._contrasts.new_zeros(b, r, matrix.shape[2])
+        for c in has_part.any(0).nonzero()[:, 0].tolist():  # over classes that any input asks for
+            where = has_part[:, c].nonzero()[:, 0]
+            product = (self._features[where] @ matrix[c]).double()  # (b_c, k)
+            total.index_add_(0, where, self._contrasts[where, c, :, None] * product[:, None])
+        return total
 
     def covariance(self, variance: Tensor, *, joint: bool = False) -> Tensor:
         features, per_class = self._features.double(), self._jacobian.matrix(variance[:, None].double())[..., 0]
         if not joint:
             variances = features.square() @ per_class.T  # (b, C)
             if self._contrasts is not None:
-                return self._contrasts.mT @ (variances[..., None] * self._contrasts)
+                return self._contrasts.mT @ (variances[..., None] * self._contrasts)  # (b, r, r)
             return torch.diag_embed(variances)
         each = torch.einsum("bd,cd,ed->cbe", features, per_class, features)  # (C, b, b): the classes are independent
         contrasts = contrasts_at(self._contrasts, self.outputs).double().expand(len(features), -1, -1)  # (b, C, r)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import functional as F
 
-from ntk_iterncgp.jacobian.blocks import Block, Contraction, Outer, WrittenOut, patches
+from ntk_iterncgp.jacobian.blocks import Block, Contraction, Convolution, Outer, WrittenOut, patches
 from ntk_iterncgp.jacobian.rows import Contrasts, DenseRows, Rows, contrasts_at, curvature_blocks
 
 APPLIED = (nn.Linear, nn.Conv2d)
@@ -300,7 +300,7 @@ class Places(Kept):
     """All of it, for a layer that is applied at T places."""
 
     def __init__(self, layer: nn.Module, call: Call, num_outputs: int) -> None:
-        self.layer, self.inputs = layer, call.inputs
+        self.layer, self.inputs, self.out = layer, call.inputs, call.shape[2:]
         is_linear = isinstance(layer, nn.Linear)
         b, channels = call.shape[0], call.shape[-1 if is_linear else 1]
         places = call.shape[1:].numel() // channels
@@ -315,6 +315,8 @@ class Places(Kept):
         if place == "bias":
             return WrittenOut(self.cotangents.sum(3))
         if isinstance(self.layer, nn.Conv2d):
+            if Convolution.pays(self.inputs, self.cotangents.shape[3]):
+                return Convolution(self.cotangents, self.layer, self.inputs, self.out)
             return Contraction(self.cotangents, partial(patches, self.layer, self.inputs), self.layer.weight[0].numel())
         if self.inputs.ndim == 2:
             return Outer(self.cotangents[..., 0], self.inputs)

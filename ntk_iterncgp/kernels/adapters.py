@@ -3,8 +3,9 @@
     FromGPyTorch(gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel(ard_num_dims=3)))
     Deep(network, Matern32(lengthscale=1.0))          k(x, z) = kernel(network(x), network(z))
 
-A gpytorch kernel that has a formula here (RBF and Matern, also its KeOps ones, scaled, added, multiplied) becomes that
-formula, and with it gets every method of multiplication. Any other stationary one is called as it is, tile by tile.
+A gpytorch kernel that is one of those here (RBF, Matern, rational quadratic, periodic, linear, constant, also its KeOps
+ones, of some coordinates, scaled, added, multiplied) becomes that one, and with it gets every method of multiplication
+that it has. Any other stationary one is called as it is, tile by tile.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from .base import Kernel
-from .stationary import RBF, Matern12, Matern32, Matern52, Stationary
+from .linear import Constant, Linear
+from .stationary import RBF, Matern12, Matern32, Matern52, Periodic, RationalQuadratic, Stationary
 
 MATERN: dict[float, type[Stationary]] = {0.5: Matern12, 1.5: Matern32, 2.5: Matern52}
 KEOPS = ("RBFKernel", "MaternKernel", "PeriodicKernel")  # the kernels that gpytorch has twice
@@ -27,36 +29,41 @@ KEOPS = ("RBFKernel", "MaternKernel", "PeriodicKernel")  # the kernels that gpyt
 
 @final
 class FromGPyTorch(Kernel):
-    """A stationary gpytorch kernel with the hyperparameters that it has now."""
+    """A gpytorch kernel, stationary or one that there is here, with the hyperparameters that it has now."""
 
     def __init__(self, kernel: Any) -> None:
         try:
             import gpytorch
         except ImportError as error:
             raise ImportError(
-                "FromGPyTorch expects the package gpytorch, which is not installed: pip install gpytorch."
+                "The package gpytorch must be installed for FromGPyTorch; got none. Try pip install gpytorch."
             ) from error
         if not isinstance(kernel, gpytorch.kernels.Kernel):
             raise TypeError(
-                f"FromGPyTorch expects a kernel of gpytorch, such as gpytorch.kernels.RBFKernel(), but got {kernel!r}."
+                f"`kernel` must be a kernel of gpytorch's; got {kernel!r}. Try gpytorch.kernels.RBFKernel()."
             )
-        if not kernel.is_stationary:
+        kernel = _without_keops(kernel)
+        translated = None if len(kernel.batch_shape) else _translated(kernel)
+        if translated is None and not kernel.is_stationary:
             raise ValueError(
-                f"FromGPyTorch expects a stationary kernel, but {type(kernel).__name__} says that it is not. "
-                "Write it as a Kernel of your own: docs/extending.md shows how."
+                f"`kernel` must be stationary; got {type(kernel).__name__}, which says that it is not. Try a Kernel "
+                "of your own: docs/extending.md shows how."
             )
         if len(kernel.batch_shape):
             raise ValueError(
-                f"FromGPyTorch expects a single kernel, but got a batch of shape {tuple(kernel.batch_shape)}. "
-                "Pass a list of kernels, one for each output."
+                f"`kernel` must be a single kernel; got a batch of shape {tuple(kernel.batch_shape)}. Try a list of "
+                "kernels, one for each output."
             )
-        kernel = _without_keops(kernel)
-        self.kernel = _translated(kernel) or _Called(kernel)
+        self.kernel = translated or _Called(kernel)
         self.is_of_distance, self.is_decreasing = self.kernel.is_of_distance, self.kernel.is_decreasing
 
     @property
     def input_dimension(self) -> int | None:
         return self.kernel.input_dimension
+
+    @property
+    def least_dimension(self) -> int:
+        return self.kernel.least_dimension
 
     def hyperparameters(self) -> dict[str, Tensor]:
         return self.kernel.hyperparameters()
@@ -69,7 +76,7 @@ class FromGPyTorch(Kernel):
     def simplified(self, *inputs: Tensor) -> tuple[Kernel, tuple[Tensor, ...]]:
         return self.kernel, inputs
 
-    def on_distances(self, squared: Callable[[Tensor], Any], number: Callable[[Tensor], Any]) -> Any:
+    def on_distances(self, squared: Callable[[Any], Any], number: Callable[[Tensor], Any]) -> Any:
         return self.kernel.on_distances(squared, number)
 
     def _evaluate(self, X1: Tensor, X2: Tensor) -> Tensor:
@@ -83,8 +90,11 @@ class FromGPyTorch(Kernel):
 
 
 def _without_keops(kernel: Any) -> Any:
-    """A copy in which gpytorch's KeOps kernels are its ordinary ones: the same parameters and values, but matrices that
-    can be differentiated tile by tile. Products go through this library's own KeOps formula."""
+    """A copy in which gpytorch's KeOps kernels are its ordinary ones.
+
+    The same parameters and values, but matrices that can be differentiated tile by tile. Products go through this
+    library's own KeOps formula.
+    """
     from gpytorch import kernels as theirs
 
     ordinary = {getattr(theirs.keops, name): getattr(theirs, name) for name in KEOPS}
@@ -98,20 +108,34 @@ def _translated(kernel: Any) -> Kernel | None:
     """The same kernel in our own words, or None where there are none."""
     from gpytorch import kernels as theirs
 
-    if kernel.active_dims is not None:
-        return None
     if type(kernel) is theirs.ScaleKernel:
-        inner = _translated(kernel.base_kernel)
-        return None if inner is None else kernel.outputscale.detach().double() * inner
+        inner, is_of_some = _translated(kernel.base_kernel), kernel.active_dims is not None
+        if inner is None or (is_of_some and kernel.base_kernel.active_dims is None):
+            return None
+        scale: Tensor = kernel.outputscale.detach().double()
+        return scale * inner
     if type(kernel) in (theirs.AdditiveKernel, theirs.ProductKernel):
         parts = [_translated(part) for part in kernel.kernels]
         combine = operator.add if type(kernel) is theirs.AdditiveKernel else operator.mul
-        return None if None in parts else functools.reduce(combine, parts)
+        return None if None in parts or kernel.active_dims is not None else functools.reduce(combine, parts)
+    active_dims = None if kernel.active_dims is None else kernel.active_dims.tolist()
+
+    def value(name: str) -> Tensor:
+        found: Tensor = getattr(kernel, name).detach().double().flatten()
+        return found if kernel.ard_num_dims else found[0]
+
+    if type(kernel) is theirs.ConstantKernel:
+        return Constant(kernel.constant.detach().double().reshape(()))
+    if type(kernel) is theirs.LinearKernel:
+        return Linear(value("variance"), active_dims=active_dims)
+    if type(kernel) is theirs.PeriodicKernel:  # whose lengthscale is not squared
+        return Periodic(value("lengthscale").sqrt(), 1.0, value("period_length"), active_dims=active_dims)
+    if type(kernel) is theirs.RQKernel:
+        return RationalQuadratic(value("lengthscale"), 1.0, kernel.alpha.detach().double()[0], active_dims=active_dims)
     if type(kernel) not in (theirs.RBFKernel, theirs.MaternKernel):
         return None
     kind: type[Stationary] = RBF if type(kernel) is theirs.RBFKernel else MATERN[kernel.nu]
-    lengthscale = kernel.lengthscale.detach().double().flatten()
-    return kind(lengthscale if kernel.ard_num_dims else lengthscale[0])
+    return kind(value("lengthscale"), active_dims=active_dims)
 
 
 @final
@@ -120,7 +144,7 @@ class _Called(Kernel):
 
     def __init__(self, kernel: Any) -> None:
         self.module = _Matrix(kernel.requires_grad_(False))
-        self._input_dimension = kernel.ard_num_dims
+        self._input_dimension: int | None = kernel.ard_num_dims
 
     @property
     def input_dimension(self) -> int | None:
@@ -146,9 +170,9 @@ class _Called(Kernel):
         expected = (len(X1),) if diagonal else (len(X1), len(X2))
         if result.shape != expected:
             raise ValueError(
-                f"FromGPyTorch expects a kernel with one value for each pair of inputs, of shape {expected} here, but "
-                f"{self!r} gave {tuple(result.shape)}. Kernels of several outputs, such as derivatives, have no place "
-                "here; pass one kernel for each output."
+                f"`kernel` must have one value for each pair of inputs, of shape {expected} here; got "
+                f"{tuple(result.shape)} from {self!r}. Try one kernel for each output; those of several outputs, such "
+                "as derivatives, have no place here."
             )
         return result
 
@@ -179,9 +203,11 @@ class Deep(Kernel):
 
     def __init__(self, features: nn.Module, kernel: Kernel) -> None:
         if not isinstance(features, nn.Module):
-            raise TypeError(f"Deep expects its features to be a torch.nn.Module, but got {type(features).__name__}.")
+            raise TypeError(
+                f"`features` must be a torch.nn.Module; got {type(features).__name__}. Try a subclass of it."
+            )
         if not isinstance(kernel, Kernel):
-            raise TypeError(f"Deep expects a kernel such as RBF() on top of the features, but got {kernel!r}.")
+            raise TypeError(f"`kernel` must be a Kernel, on top of the features; got {kernel!r}. Try RBF().")
         self.features = features
         self.kernel = kernel
 
@@ -209,8 +235,8 @@ class Deep(Kernel):
         found: Tensor = self.features(X) if dtype == X.dtype else self._cast_features(X)
         if found.ndim != 2 or len(found) != len(X):
             raise ValueError(
-                f"Deep expects one row of features for each of the {len(X)} inputs, but its network gave "
-                f"{tuple(found.shape)}. Flatten the features of each input."
+                f"`features` must give one row for each of the {len(X)} inputs; got {tuple(found.shape)}. Try to "
+                "flatten the features of each input."
             )
         return found
 

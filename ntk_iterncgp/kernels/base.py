@@ -45,11 +45,20 @@ class Kernel(ABC):
     @abstractmethod
     def __repr__(self) -> str: ...
 
+    @property
+    def least_dimension(self) -> int:
+        """The number of coordinates that inputs must have at least, where it looks at some of them."""
+        return 0
+
+    def settings(self) -> dict[str, Any]:
+        """The arguments with which an equal kernel can be made."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how it is made: it lacks `settings`.")
+
     is_of_distance: bool = False  # k(x, z) depends on scaled distances alone, and `on_distances` is written
     is_decreasing: bool = False  # and it falls as points move apart, so that far tiles may be skipped
 
-    def on_distances(self, squared: Callable[[Tensor], Any], number: Callable[[Tensor], Any]) -> Any:
-        """The formula, given r² for a lengthscale and the value of a hyperparameter in the caller's algebra."""
+    def on_distances(self, squared: Callable[[Any], Any], number: Callable[[Tensor], Any]) -> Any:
+        """The formula, given r² for a `Geometry` and the value of a hyperparameter in the caller's algebra."""
         raise NotImplementedError(f"{type(self).__name__} is not written as a formula of distances.")
 
     def simplified(self, *inputs: Tensor) -> tuple["Kernel", tuple[Tensor, ...]]:
@@ -82,8 +91,7 @@ class Kernel(ABC):
     def __add__(self, other: "Kernel") -> "Sum":
         if not isinstance(other, Kernel):
             raise TypeError(
-                f"A kernel can be added only to a kernel, but came with {type(other).__name__}. "
-                "A constant c is the kernel c * RBF(lengthscale) with a long lengthscale."
+                f"The other summand must be a kernel; got {type(other).__name__}. Try Constant(c) for a constant c."
             )
         return Sum(*_parts(self, Sum), *_parts(other, Sum))
 
@@ -103,8 +111,8 @@ class Scaled(Kernel):
     def __init__(self, scale: float | Tensor, kernel: Kernel) -> None:
         if isinstance(scale, bool) or not isinstance(scale, (int, float, Tensor)):
             raise TypeError(
-                "A kernel can be multiplied only by a kernel or by a positive number, "
-                f"but came with {type(scale).__name__}."
+                f"The factor of a kernel must be a kernel or a positive number; got {type(scale).__name__}. Try "
+                "2.0 * kernel."
             )
         self.scale = positive(scale, "the factor of a kernel")
         self.kernel = kernel
@@ -113,6 +121,10 @@ class Scaled(Kernel):
     @property
     def input_dimension(self) -> int | None:
         return self.kernel.input_dimension
+
+    @property
+    def least_dimension(self) -> int:
+        return self.kernel.least_dimension
 
     def hyperparameters(self) -> dict[str, Tensor]:
         return {"scale": self.scale} | _dotted("kernel", self.kernel)
@@ -126,7 +138,7 @@ class Scaled(Kernel):
     def trainable(self) -> list[Tensor]:
         return [self.scale, *self.kernel.trainable()]
 
-    def on_distances(self, squared: Callable[[Tensor], Any], number: Callable[[Tensor], Any]) -> Any:
+    def on_distances(self, squared: Callable[[Any], Any], number: Callable[[Tensor], Any]) -> Any:
         return number(self.scale) * self.kernel.on_distances(squared, number)
 
     def with_hyperparameters(self, values: Mapping[str, Tensor]) -> Self:
@@ -144,13 +156,12 @@ class _Combination(Kernel):
     def __init__(self, *kernels: Kernel) -> None:
         if not kernels or not all(isinstance(kernel, Kernel) for kernel in kernels):
             names = ", ".join(type(kernel).__name__ for kernel in kernels) or "nothing"
-            raise TypeError(f"{type(self).__name__} expected one or more kernels, but came with {names}.")
+            raise TypeError(f"{type(self).__name__} must be made of one or more kernels; got {names}. Try two.")
         dimensions = {kernel.input_dimension for kernel in kernels} - {None}
         if len(dimensions) > 1:
             raise ValueError(
-                f"{type(self).__name__} expected kernels for inputs of one dimension, but their per-dimension "
-                f"lengthscales are for {sorted(d for d in dimensions if d is not None)} coordinates. "
-                "Give them lengthscales of the same length."
+                f"{type(self).__name__} must be made of kernels for inputs of one dimension; got lengthscales for "
+                f"{sorted(d for d in dimensions if d is not None)} coordinates. Try the same number for all."
             )
         self.kernels = kernels
         self.is_of_distance = all(kernel.is_of_distance for kernel in kernels)
@@ -160,6 +171,10 @@ class _Combination(Kernel):
     @property
     def input_dimension(self) -> int | None:
         return self._input_dimension
+
+    @property
+    def least_dimension(self) -> int:
+        return max(kernel.least_dimension for kernel in self.kernels)
 
     def hyperparameters(self) -> dict[str, Tensor]:
         dotted = (_dotted(str(i), kernel) for i, kernel in enumerate(self.kernels))
@@ -183,7 +198,7 @@ class Sum(_Combination):
     def _evaluate_diagonal(self, X: Tensor) -> Tensor:
         return functools.reduce(operator.add, (kernel._evaluate_diagonal(X) for kernel in self.kernels))
 
-    def on_distances(self, squared: Callable[[Tensor], Any], number: Callable[[Tensor], Any]) -> Any:
+    def on_distances(self, squared: Callable[[Any], Any], number: Callable[[Tensor], Any]) -> Any:
         return functools.reduce(operator.add, (kernel.on_distances(squared, number) for kernel in self.kernels))
 
     def __repr__(self) -> str:
@@ -200,7 +215,7 @@ class Product(_Combination):
     def _evaluate_diagonal(self, X: Tensor) -> Tensor:
         return functools.reduce(operator.mul, (kernel._evaluate_diagonal(X) for kernel in self.kernels))
 
-    def on_distances(self, squared: Callable[[Tensor], Any], number: Callable[[Tensor], Any]) -> Any:
+    def on_distances(self, squared: Callable[[Any], Any], number: Callable[[Tensor], Any]) -> Any:
         return functools.reduce(operator.mul, (kernel.on_distances(squared, number) for kernel in self.kernels))
 
     def __repr__(self) -> str:
@@ -214,14 +229,14 @@ def positive(value: Positive, name: str, *, per_dimension: bool = False) -> Tens
     except (TypeError, ValueError, RuntimeError):
         kind = None
     if kind is None or kind == torch.bool or kind.is_complex:
-        raise TypeError(f"Expected {name} to be a positive number, but got {kind or type(value).__name__}.")
+        raise TypeError(f"{name} must be a positive number; got {kind or type(value).__name__}. Try 1.0.")
     tensor = torch.as_tensor(value, dtype=torch.float64)
     if tensor.ndim > per_dimension or tensor.numel() == 0:
         or_several = " or a 1-D list of one number per input dimension" if per_dimension else ""
-        raise ValueError(f"Expected {name} to be one number{or_several}, but its shape is {tuple(tensor.shape)}.")
+        raise ValueError(f"{name} must be one number{or_several}; got the shape {tuple(tensor.shape)}. Try 1.0.")
     wrong = tensor.detach()[~(tensor.isfinite() & (tensor > 0))]
     if wrong.numel():
-        raise ValueError(f"Expected {name} to be positive and finite, but it holds {wrong[0].item()}.")
+        raise ValueError(f"{name} must be positive and finite; got {wrong[0].item()}. Try 1.0.")
     return tensor
 
 
@@ -243,22 +258,24 @@ def written(value: Tensor) -> str:
 def check_inputs(kernel: Kernel, X: Tensor, name: str) -> None:
     """Raise unless X is a float32 or float64 matrix with as many columns as the kernel has lengthscales."""
     if not isinstance(X, Tensor):
-        raise TypeError(f"Expected {name} to be a torch.Tensor, but got {type(X).__name__}. Use torch.as_tensor.")
+        raise TypeError(f"`{name}` must be a torch.Tensor; got {type(X).__name__}. Try torch.as_tensor.")
     if X.dtype not in (torch.float32, torch.float64):
-        raise TypeError(
-            f"Expected {name} to be float32 or float64, but its dtype is {X.dtype}. "
-            "Convert it with .float() or .double()."
-        )
+        raise TypeError(f"`{name}` must be float32 or float64; got {X.dtype}. Try .float() or .double().")
     if X.ndim != 2:
         raise ValueError(
-            f"Expected {name} to have shape (points, coordinates), but its shape is {tuple(X.shape)}. "
-            "Flatten each input into one row; a single coordinate still needs a column: X[:, None]."
+            f"`{name}` must have the shape (points, coordinates); got {tuple(X.shape)}. Try X.flatten(1), or "
+            "X[:, None] for a single coordinate."
         )
     expected = kernel.input_dimension
     if expected is not None and X.shape[1] != expected:
         raise ValueError(
-            f"The kernel has {expected} per-dimension lengthscales, but {name} has {X.shape[1]} coordinates. "
-            "Give one lengthscale per coordinate, or a single number for all."
+            f"`{name}` must have {expected} coordinates, one for each lengthscale; got {X.shape[1]}. Try one "
+            "lengthscale per coordinate, or a single number for all."
+        )
+    if X.shape[1] < kernel.least_dimension:
+        raise ValueError(
+            f"The kernel has active_dims up to coordinate {kernel.least_dimension - 1}, counted from 0, but {name} has "
+            f"{X.shape[1]} coordinates. Give it coordinates that there are."
         )
 
 
@@ -269,8 +286,8 @@ def check_pair(kernel: Kernel, X1: Tensor, X2: Tensor) -> None:
     check_same_kind(X1, "X1", X2, "X2")
     if X1.shape[1] != X2.shape[1]:
         raise ValueError(
-            "X1 and X2 must have the same number of coordinates, "
-            f"but X1 has {X1.shape[1]} and X2 has {X2.shape[1]}. Give both with the same columns."
+            "`X1` and `X2` must have the same number of coordinates; "
+            f"got {X1.shape[1]} and {X2.shape[1]}. Try the same columns."
         )
 
 
@@ -278,13 +295,11 @@ def check_same_kind(A: Tensor, name_a: str, B: Tensor, name_b: str) -> None:
     """Raise unless two tensors have the same dtype and device."""
     if A.dtype != B.dtype:
         raise TypeError(
-            f"{name_a} and {name_b} must have the same dtype, but {name_a} is {A.dtype} and {name_b} is {B.dtype}. "
-            "Convert one of them with .to(dtype)."
+            f"`{name_a}` and `{name_b}` must have the same dtype; got {A.dtype} and {B.dtype}. Try .to(dtype)."
         )
     if A.device != B.device:
         raise ValueError(
-            f"{name_a} and {name_b} must be on the same device, "
-            f"but {name_a} is on {A.device} and {name_b} is on {B.device}. Move one of them with .to(device)."
+            f"`{name_a}` and `{name_b}` must be on the same device; got {A.device} and {B.device}. Try .to(device)."
         )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import keops
-from .base import Kernel
+from .base import Kernel, Product, Scaled, Sum
 from .distance import FEW_COORDINATES
 from .formula import Formula
 from .fused import missing_compiler, warn_once
@@ -45,9 +45,9 @@ class Choice:
 def choose(kernel: Kernel, X1: Tensor, X2: Tensor, *, method: str = "auto", tolerance: float | None = None) -> Choice:
     """The method for k(X1, X2) @ V. `tolerance` is that of the sparse method; 0 for exact products only."""
     if method not in METHODS:
-        raise ValueError(f"method expects one of {', '.join(map(repr, METHODS))}, but got {method!r}.")
+        raise ValueError(f"`method` must be one of {', '.join(map(repr, METHODS))}; got {method!r}. Try 'auto'.")
     if tolerance is not None and not (isinstance(tolerance, Real) and 0 <= tolerance < 1):
-        raise ValueError(f"tolerance expects a share of the outputscale from 0 to below 1, but got {tolerance!r}.")
+        raise ValueError(f"`tolerance` must be a fraction from 0 to below 1; got {tolerance!r}. Try None.")
     if method == "auto":
         return _choose(kernel, X1, X2, tolerance)
     _check_possible(kernel, X1, method)
@@ -60,9 +60,13 @@ def choose(kernel: Kernel, X1: Tensor, X2: Tensor, *, method: str = "auto", tole
 def _choose(kernel: Kernel, X1: Tensor, X2: Tensor, tolerance: float | None) -> Choice:
     pairs, d = len(X1) * len(X2), X1.shape[1]
     if not kernel.is_of_distance:
-        return Choice("plain", f"{type(kernel).__name__} is not a formula of distances")
+        return Choice("plain", f"{type(_not_of_distance(kernel)).__name__} is not a formula of distances")
     if d == 0 or pairs == 0:
         return Choice("plain", "there is nothing to multiply")
+    formula = Formula.of(kernel)
+    if not formula.geometries:
+        return Choice("plain", f"{kernel!r} looks at no distance")
+    d = max(points[0].shape[1] for points in formula.points(X1[:1], X2[:1]))  # those that are active
     sparse = _sparse(kernel, X1, X2, tolerance)
     if sparse is not None:
         return sparse
@@ -97,6 +101,14 @@ def _sparse(kernel: Kernel, X1: Tensor, X2: Tensor, tolerance: float | None) -> 
     return Choice("sparse", kept, pattern)
 
 
+def _not_of_distance(kernel: Kernel) -> Kernel:
+    """The part of a kernel because of which it is no formula of distances."""
+    if isinstance(kernel, Scaled):
+        return _not_of_distance(kernel.kernel)
+    parts = kernel.kernels if isinstance(kernel, (Sum, Product)) else ()
+    return next((_not_of_distance(part) for part in parts if not part.is_of_distance), kernel)
+
+
 def _is_on_gpu(X: Tensor) -> bool:
     return X.device.type == "cuda"
 
@@ -110,15 +122,19 @@ def _check_possible(kernel: Kernel, X: Tensor, method: str) -> None:
         return
     if not kernel.is_of_distance:
         raise ValueError(
-            f"method={method!r} expects a kernel that is a formula of distances, but {kernel!r} is not. Use "
-            "method='plain' or 'auto'."
+            f"`kernel` must be a formula of distances for method={method!r}; got {kernel!r}. Try method='plain' or "
+            "'auto'."
+        )
+    if not Formula.of(kernel).geometries:
+        raise ValueError(
+            f"`kernel` must have a distance in it for method={method!r}; got {kernel!r}. Try method='plain' or 'auto'."
         )
     if method == "sparse" and not kernel.is_decreasing:
         raise ValueError(
-            f"method='sparse' expects a kernel that falls with distance, but {kernel!r} does not say so. Set "
-            "is_decreasing = True in its class if it does, or use another method."
+            f"`kernel` must fall with distance for method='sparse'; got {kernel!r}. Try is_decreasing = True in its "
+            "class if it does, or another method."
         )
     if method == "keops" and not keops.is_installed():
-        raise ValueError("method='keops' expects the package pykeops, which is not installed: pip install pykeops.")
+        raise ValueError("The package pykeops must be installed for method='keops'; got none. Try pip install pykeops.")
     if method in ("fused", "keops") and X.device.type == "cpu" and missing_compiler():
-        raise ValueError(f"method={method!r} expects {missing_compiler()}. Use method='plain' or 'auto'.")
+        raise ValueError(f"method={method!r} must have {missing_compiler()}; got none. Try method='plain' or 'auto'.")

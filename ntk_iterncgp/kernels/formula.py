@@ -1,7 +1,8 @@
 """The formula of a kernel of distances, apart from its points and hyperparameters.
 
-`Formula.of(kernel)` lists the lengthscales and the other hyperparameters in the order in which the formula asks for
-them; `evaluate` then runs it on any r² and any numbers given in that order: tensors, nodes of a graph, KeOps' symbols.
+`Formula.of(kernel)` lists the geometries of its distances and the other hyperparameters in the order in which the
+formula asks for them; `evaluate` then runs it on any r² and any numbers given in that order: tensors, nodes of a graph,
+KeOps' symbols.
 """
 
 from __future__ import annotations
@@ -14,24 +15,25 @@ import torch
 from torch import Tensor
 
 from .base import Kernel, cast_like
-from .stationary import scaled_points
+from .geometry import Geometry
 
 
 @dataclass(frozen=True, eq=False)
 class Formula:
-    """`num_distances` scaled distances and the numbers that the formula puts around them."""
+    """Some distances and the numbers that the formula puts around them."""
 
     kernel: Kernel
-    lengthscales: list[Tensor]
+    geometries: list[Geometry]
     numbers: list[Tensor]
 
     @classmethod
     def of(cls, kernel: Kernel) -> Formula:
-        lengthscales: list[Tensor] = []
+        """Record which distances and numbers the formula of a kernel asks for."""
+        geometries: list[Geometry] = []
         numbers: list[Tensor] = []
 
-        def squared(lengthscale: Tensor) -> Tensor:
-            lengthscales.append(lengthscale.detach())
+        def squared(geometry: Geometry) -> Tensor:
+            geometries.append(geometry.detached())
             return torch.zeros((), dtype=torch.float64)
 
         def number(hyperparameter: Tensor) -> Tensor:
@@ -39,21 +41,23 @@ class Formula:
             return hyperparameter.detach()
 
         kernel.on_distances(squared, number)
-        return cls(kernel, lengthscales, numbers)
+        return cls(kernel, geometries, numbers)
 
     def evaluate(self, squared: Iterable[Any], numbers: Iterable[Any]) -> Any:
-        """The formula at one r² for each lengthscale."""
+        """The formula at one r² for each geometry."""
         next_squared, next_number = iter(squared), iter(numbers)
         return self.kernel.on_distances(lambda _: next(next_squared), lambda _: next(next_number))
 
     def points(self, X1: Tensor, X2: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Both sets of points in units of each lengthscale; the very same tensor twice where X1 is X2."""
-        return [scaled_points(lengthscale, X1, X2) for lengthscale in self.lengthscales]
+        """Both sets of points as each geometry maps them; the very same tensor twice where X1 is X2."""
+        return [geometry.points(X1, X2) for geometry in self.geometries]
 
     def numbers_like(self, X: Tensor) -> list[Tensor]:
+        """The numbers in the dtype and on the device of X."""
         return [cast_like(number, X) for number in self.numbers]
 
-    def at(self, squared: Callable[[Tensor], Tensor]) -> Tensor:
-        """In float64, given a function from lengthscale to r²."""
-        distances = [squared(lengthscale) for lengthscale in self.lengthscales]
-        return self.evaluate(distances, [number.to(distances[0].device) for number in self.numbers])
+    def at(self, squared: Callable[[Geometry], Tensor]) -> Tensor:
+        """In float64, given a function from geometry to r²."""
+        distances = [squared(geometry) for geometry in self.geometries]
+        values: Tensor = self.evaluate(distances, [number.to(distances[0].device) for number in self.numbers])
+        return values

@@ -30,7 +30,7 @@ from .gemm import ExpandedDistances, Norms
 from .tiles import Engine, Index
 
 _compiling = threading.Lock()  # one thread at a time: filters of warnings belong to all of them
-_compiled: dict[tuple[str, int, torch.dtype, str], Callable[..., Tensor]] = {}
+_compiled: dict[tuple[str, tuple[int, ...], torch.dtype, str], Callable[..., Tensor]] = {}
 
 
 class FusedEngine(Engine):
@@ -44,14 +44,15 @@ class FusedEngine(Engine):
     def __init__(self, kernel: Kernel, X1: Tensor, X2: Tensor) -> None:
         self.formula = Formula.of(kernel)
         self.numbers = self.formula.numbers_like(X1)
-        self.few = X1.shape[1] <= FEW_COORDINATES
         points = self.formula.points(X1, X2)
+        coordinates = tuple(x.shape[1] for x, _ in points)
+        self.few = max(coordinates) <= FEW_COORDINATES
         if self.few:
-            self.function = compiled_formula(self.formula, X1.shape[1], X1.dtype, X1.device.type)
+            self.function = compiled_formula(self.formula, coordinates, X1.dtype, X1.device.type)
             self.left = [x.T.contiguous() for x, _ in points]  # (d, a)
             self.right = [x if z is p else z.T.contiguous() for (p, z), x in zip(points, self.left, strict=True)]
         else:
-            self.function = compiled_formula(self.formula, 0, X1.dtype, X1.device.type)
+            self.function = compiled_formula(self.formula, (), X1.dtype, X1.device.type)
             self.distances = [ExpandedDistances(self.formula, i, *pair) for i, pair in enumerate(points)]
 
     def rows(self, index: Index) -> list[Tensor] | list[Norms]:
@@ -64,7 +65,7 @@ class FusedEngine(Engine):
             return [self._gather(z, index) for z in self.right]
         return [distances.columns(index) for distances in self.distances]
 
-    def tile(self, rows: list, columns: list) -> Tensor:
+    def tile(self, rows: list[Any], columns: list[Any]) -> Tensor:
         if self.few:
             a, b = rows[0].shape[1], columns[0].shape[1]
             if min(a, b) < 2:  # a size of one would be compiled anew
@@ -82,36 +83,46 @@ class FusedEngine(Engine):
         return points[:, index].contiguous() if isinstance(index, slice) else points.index_select(1, index)
 
 
-def compiled_formula(formula: Formula, d: int, dtype: torch.dtype, device: str) -> Callable[..., Tensor]:
-    """The formula as one compiled function of coordinates (or, for d = 0, of squared distances) and numbers."""
-    graph = _graph(formula, d)
-    key = (graph.code, d, dtype, device)  # the same code for kernels that differ in nothing but their hyperparameters
+def compiled_formula(
+    formula: Formula, coordinates: tuple[int, ...], dtype: torch.dtype, device: str
+) -> Callable[..., Tensor]:
+    """The formula as one compiled function of as many coordinates as each distance has, and of numbers.
+
+    Where none are given, it is a function of squared distances.
+    """
+    graph = _graph(formula, coordinates)
+    key = (
+        graph.code,
+        coordinates,
+        dtype,
+        device,
+    )  # the same code for kernels that differ in nothing but their hyperparameters
     with _compiling:
         if key not in _compiled:
             with without_messages():
                 function = torch.compile(graph, dynamic=True)
-                count = len(formula.lengthscales)
-                shapes = [(d, 48), (d, 80)] if d else [(48, 80)]  # unequal, or one size would be taken for both
-                tensors = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes for _ in range(count)]
+                # unequal sizes, or one would be taken for both
+                shapes = [(d, size) for size in (48, 80) for d in coordinates] or [(48, 80)] * len(formula.geometries)
+                tensors = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
                 with torch.no_grad():
                     function(*tensors, *(torch.ones((), dtype=dtype, device=device) for _ in formula.numbers))
             _compiled[key] = torch.no_grad()(function)
         return _compiled[key]
 
 
-def _graph(formula: Formula, d: int) -> fx.GraphModule:
-    graph, count = fx.Graph(), len(formula.lengthscales)
+def _graph(formula: Formula, coordinates: tuple[int, ...]) -> fx.GraphModule:
+    graph, count = fx.Graph(), len(formula.geometries)
 
     def inputs(name: str, number: int) -> list[Any]:
         return [fx.Proxy(graph.placeholder(f"{name}{i}")) for i in range(number)]
 
-    def squared(x: Any, z: Any) -> Any:
+    def squared(x: Any, z: Any, d: int) -> Any:
         differences = (x[c].unsqueeze(1) - z[c].unsqueeze(0) for c in range(d))
         return functools.reduce(lambda total, square: total + square, (e * e for e in differences))
 
-    if d:
+    if coordinates:
         left, right = inputs("x", count), inputs("z", count)
-        distances = [squared(x, z) for x, z in zip(left, right, strict=True)]
+        distances = [squared(x, z, d) for x, z, d in zip(left, right, coordinates, strict=True)]
     else:
         distances = inputs("squared", count)
     graph.output(formula.evaluate(distances, inputs("number", len(formula.numbers))).node)
@@ -129,6 +140,7 @@ def missing_compiler() -> str | None:
 
 @functools.cache
 def warn_once(message: str) -> None:
+    """Warn of this once per process."""
     warnings.warn(message, stacklevel=2)
 
 

@@ -34,7 +34,7 @@ class Norms(NamedTuple):
 
 
 class ExpandedDistances:
-    """r² for one lengthscale of a formula, tile by tile."""
+    """r² for one geometry of a formula, tile by tile."""
 
     def __init__(self, formula: Formula, place: int, X1: Tensor, X2: Tensor) -> None:
         self.X1, self.X2 = X1, X2
@@ -45,12 +45,15 @@ class ExpandedDistances:
         self.reach = reach(formula, place, error, TOLERANCE[X1.dtype])
 
     def rows(self, index: Index) -> Norms:
+        """Some points of X1."""
         return Norms(self.X1[index], self.norms1[index])
 
     def columns(self, index: Index) -> Norms:
+        """Some points of X2."""
         return Norms(self.X2[index], self.norms2[index])
 
     def tile(self, rows: Norms, columns: Norms) -> Tensor:  # (a, b)
+        """r² of all pairs; close ones from differences, since the expansion cancels there."""
         x, z = rows.points, columns.points
         squared = torch.addmm(columns.norms, x, z.T, alpha=-2).add_(rows.norms[:, None])
         close = squared <= self.reach
@@ -83,7 +86,8 @@ class GemmEngine(Engine):
 
     def tile(self, rows: list[Norms], columns: list[Norms]) -> Tensor:
         squared = [d.tile(x, z) for d, x, z in zip(self.distances, rows, columns, strict=True)]
-        return self.formula.evaluate(squared, self.numbers)
+        values: Tensor = self.formula.evaluate(squared, self.numbers)
+        return values
 
 
 def reach(formula: Formula, place: int, error: float, tolerance: float) -> float:
@@ -94,9 +98,10 @@ def reach(formula: Formula, place: int, error: float, tolerance: float) -> float
     grid = torch.logspace(-14, 6, 801, dtype=torch.float64)  # steps of 6 %
 
     def value(squared: Tensor) -> Tensor:
-        others = [torch.zeros_like(squared) for _ in formula.lengthscales]
+        others = [torch.zeros_like(squared) for _ in formula.geometries]
         others[place] = squared
-        return formula.evaluate(others, [number.cpu() for number in formula.numbers])
+        values: Tensor = formula.evaluate(others, [number.cpu() for number in formula.numbers])
+        return values
 
     change = (value((grid - error).clamp_min(0)) - value(grid + error)).abs()
     sensitive = grid[change > tolerance * value(torch.zeros_like(grid)).abs()]

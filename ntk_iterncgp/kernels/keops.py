@@ -22,6 +22,7 @@ WIDTH = 16  # columns of V at once
 
 
 def is_installed() -> bool:
+    """Whether the package pykeops is there; it is not imported."""
     return importlib.util.find_spec("pykeops") is not None
 
 

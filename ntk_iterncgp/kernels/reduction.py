@@ -67,7 +67,7 @@ class KernelMatrix:
         X2 = X1 if X2 is None or _same(X1, X2) else X2
         check_pair(kernel, X1, X2)
         if chunk_bytes <= 0:
-            raise ValueError(f"Expected chunk_bytes to be a positive number of bytes, but got {chunk_bytes}.")
+            raise ValueError(f"`chunk_bytes` must be a positive number of bytes; got {chunk_bytes}. Try {CHUNK_BYTES}.")
         self.shape, self.chunk_bytes, self.part = (len(X1), len(X2)), chunk_bytes, part
         self.kernel, points = kernel.simplified(X1) if X2 is X1 else kernel.simplified(X1, X2)
         self.X1, self.X2 = points[0], points[-1]
@@ -79,10 +79,12 @@ class KernelMatrix:
 
     @property
     def method(self) -> str:
+        """The method that products use."""
         return self.choice.method
 
     @property
     def reason(self) -> str:
+        """Why this method."""
         return self.choice.reason
 
     def __repr__(self) -> str:
@@ -124,12 +126,15 @@ class KernelMatrix:
 
     @cached_property
     def rounding_of_points(self) -> float:
-        """How far an entry may be off, as a share of k(x, x), since points are centred, scaled and rounded: no kernel
-        of the distance is steeper than 1. Beyond other rounding only where the data spread over many lengthscales."""
+        """How far an entry may be off, as a share of k(x, x), since points are centred, scaled and rounded.
+
+        No kernel of the distance is steeper than 1. Beyond other rounding only where the data spread over many
+        lengthscales.
+        """
         if not self.kernel.is_of_distance or 0 in self.shape:
             return 0.0
-        pairs = Formula.of(self.kernel).points(self._x1, self._x2)
-        spread = max(float(torch.linalg.vector_norm(points, dim=1).max()) for pair in pairs for points in pair)
+        geometries = Formula.of(self.kernel).geometries
+        spread = max((geometry.spread(self._x1, self._x2) for geometry in geometries), default=0.0)
         return 4 * torch.finfo(self._x1.dtype).eps * spread
 
     @property
@@ -221,10 +226,10 @@ def _same(X1: Tensor, X2: Tensor) -> bool:
 
 def _check_columns(V: Tensor, X2: Tensor) -> None:
     if not isinstance(V, Tensor):
-        raise TypeError(f"Expected V to be a torch.Tensor, but got {type(V).__name__}. Use torch.as_tensor.")
+        raise TypeError(f"`V` must be a torch.Tensor; got {type(V).__name__}. Try torch.as_tensor.")
     check_same_kind(X2, "X2", V, "V")
     if V.ndim != 2 or len(V) != len(X2):
         raise ValueError(
-            f"Expected V to have shape ({len(X2)}, columns), one row per row of X2, but its shape is {tuple(V.shape)}. "
-            "A single vector still needs a column: V[:, None]."
+            f"`V` must have the shape ({len(X2)}, columns), one row per row of X2; got {tuple(V.shape)}. Try "
+            "V[:, None] for a single vector."
         )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .formula import Formula
+from .geometry import Geometry
 from .tiles import WHOLE, Engine, Part, listed_product
 
 LEAF_SIZE = (
@@ -58,10 +59,12 @@ class Leaves:
 
     @property
     def slices(self) -> list[slice]:
+        """The rows of each leaf."""
         return [slice(*pair) for pair in zip(self.bounds, self.bounds[1:], strict=False)]
 
     @property
     def sizes(self) -> Tensor:  # (leaves,), float64
+        """How many points each leaf has."""
         return torch.tensor(self.bounds, device=self.lower.device).diff().double()
 
 
@@ -76,21 +79,15 @@ class Pattern:
 
     @classmethod
     def of(cls, formula: Formula, X1: Tensor, X2: Tensor, tolerance: float) -> Pattern:
+        """Find the pairs of leaves that are near enough to matter."""
         rows = Leaves.of(X1)
         columns = rows if X1 is X2 else Leaves.of(X2)
 
-        def squared(lengthscale: Tensor) -> Tensor:  # between boxes
-            scale = lengthscale.to(rows.lower.device).expand(X1.shape[1])
-            total = rows.lower.new_zeros(len(rows), len(columns))
-            for c in range(X1.shape[1]):
-                gap = torch.maximum(
-                    rows.lower[:, None, c] - columns.upper[:, c], columns.lower[:, c] - rows.upper[:, None, c]
-                )
-                total += (gap.clamp_min(0) / scale[c]).square()
-            return total
+        def squared(geometry: Geometry) -> Tensor:  # between boxes
+            return geometry.gap(rows.lower, rows.upper, columns.lower, columns.upper)
 
         bound = formula.at(squared)
-        largest = formula.at(lambda lengthscale: torch.zeros((), dtype=torch.float64, device=bound.device))
+        largest = formula.at(lambda geometry: torch.zeros((), dtype=torch.float64, device=bound.device))
         keep = bound > tolerance * largest
         rest = torch.where(keep, 0.0, bound)
         left_out = max(float((rest @ columns.sizes).max()), float((rows.sizes @ rest).max()))

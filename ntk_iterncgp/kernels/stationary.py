@@ -3,7 +3,8 @@
     k(x, z) = outputscale * profile(r^2),    r^2 = sum_i ((x_i - z_i) / lengthscale_i)^2
 
 Each kernel below is its profile: an elementwise function of r^2, written once, for whoever supplies the r^2.
-A profile is 1 at 0, so k(x, x) is the outputscale exactly.
+A profile is 1 at 0, so k(x, x) is the outputscale exactly. Two kernels need a hyperparameter more: the rational
+quadratic a power in its formula, and the periodic one a period in its distance.
 """
 
 from abc import abstractmethod
@@ -15,19 +16,28 @@ from torch import Tensor
 
 from .base import Kernel, Positive, cast_like, positive, written
 from .distance import squared_distances
+from .geometry import ActiveDims, Circles, Geometry, checked_active_dims
 
 
 class Stationary(Kernel):
     """outputscale * profile(r^2). A subclass writes the profile, and says whether it falls as r grows.
 
     Args:
-        lengthscale: a positive number, or one per input dimension.
+        lengthscale: a positive number, or one per input dimension (automatic relevance determination).
         outputscale: the variance k(x, x), a positive number.
+        active_dims: the coordinates to look at, counted from 0; None: all.
     """
 
-    def __init__(self, lengthscale: Positive = 1.0, outputscale: float | Tensor = 1.0) -> None:
+    def __init__(
+        self,
+        lengthscale: Positive = 1.0,
+        outputscale: float | Tensor = 1.0,
+        *,
+        active_dims: ActiveDims = None,
+    ) -> None:
         self.lengthscale = positive(lengthscale, "lengthscale", per_dimension=True)
         self.outputscale = positive(outputscale, "outputscale")
+        self.active_dims = checked_active_dims(active_dims, type(self).__name__, self._per_dimension)
 
     @staticmethod
     @abstractmethod
@@ -35,29 +45,47 @@ class Stationary(Kernel):
         """The kernel at outputscale 1, elementwise, as a function of the squared scaled distance r^2."""
 
     @property
-    def input_dimension(self) -> int | None:
+    def _per_dimension(self) -> int | None:
         return len(self.lengthscale) if self.lengthscale.ndim else None
+
+    @property
+    def input_dimension(self) -> int | None:
+        return self._per_dimension if self.active_dims is None else None
+
+    @property
+    def least_dimension(self) -> int:
+        return 0 if self.active_dims is None else 1 + max(self.active_dims)
+
+    @property
+    def geometry(self) -> Geometry:
+        """Which distance r² is."""
+        return Geometry(self.lengthscale, self.active_dims)
 
     def hyperparameters(self) -> dict[str, Tensor]:
         return {"lengthscale": self.lengthscale, "outputscale": self.outputscale}
 
+    def settings(self) -> dict[str, Any]:
+        return {**self.hyperparameters(), "active_dims": self.active_dims}
+
     is_of_distance = True
 
-    def on_distances(self, squared: Callable[[Tensor], Any], number: Callable[[Tensor], Any]) -> Any:
-        return number(self.outputscale) * self.profile(squared(self.lengthscale))
+    def on_distances(self, squared: Callable[[Any], Any], number: Callable[[Tensor], Any]) -> Any:
+        return number(self.outputscale) * self.profile(squared(self.geometry))
 
     def _evaluate(self, X1: Tensor, X2: Tensor) -> Tensor:
-        def squared(lengthscale: Tensor) -> Tensor:
-            return squared_distances(*scaled_points(lengthscale, X1, X2))
+        def squared(geometry: Geometry) -> Tensor:
+            return squared_distances(*geometry.points(X1, X2))
 
-        return self.on_distances(squared, lambda hyperparameter: cast_like(hyperparameter, X1))
+        values: Tensor = self.on_distances(squared, lambda hyperparameter: cast_like(hyperparameter, X1))
+        return values
 
     def _evaluate_diagonal(self, X: Tensor) -> Tensor:
         return cast_like(self.outputscale, X) * X.new_ones(len(X))
 
     def __repr__(self) -> str:
-        name = type(self).__name__
-        return f"{name}(lengthscale={written(self.lengthscale)}, outputscale={written(self.outputscale)})"
+        told = [f"{name}={written(value)}" for name, value in self.hyperparameters().items()]
+        told += [] if self.active_dims is None else [f"active_dims={list(self.active_dims)}"]
+        return f"{type(self).__name__}({', '.join(told)})"
 
 
 @final
@@ -106,14 +134,87 @@ class Matern52(Stationary):
         return (1 + s + s * s / 3) * (-s).exp()
 
 
-def scaled_points(lengthscale: Tensor, X1: Tensor, X2: Tensor) -> tuple[Tensor, Tensor]:
-    """Both sets of points in units of the lengthscale.
+@final
+class RationalQuadratic(Stationary):
+    """k = outputscale * (1 + r^2 / (2 alpha))^-alpha: a mixture of RBF kernels of many lengthscales.
 
-    Centring changes no distance, and the division then rounds numbers the size of the spread, not of the offset.
+    Args:
+        lengthscale: a positive number, or one per input dimension.
+        outputscale: the variance k(x, x), a positive number.
+        alpha: how alike the lengthscales are, a positive number; as it grows the kernel becomes RBF.
+        active_dims: the coordinates to look at; None: all.
     """
-    centre, scale = X2.detach().mean(0), cast_like(lengthscale, X1)
-    first = (X1 - centre) / scale
-    return first, first if X1 is X2 else (X2 - centre) / scale
+
+    is_decreasing = True
+
+    def __init__(
+        self,
+        lengthscale: Positive = 1.0,
+        outputscale: float | Tensor = 1.0,
+        alpha: float | Tensor = 1.0,
+        *,
+        active_dims: ActiveDims = None,
+    ) -> None:
+        super().__init__(lengthscale, outputscale, active_dims=active_dims)
+        self.alpha = positive(alpha, "alpha")
+
+    @staticmethod
+    def profile(squared: Tensor) -> Tensor:
+        """At alpha = 1; the formula with any other one is in `on_distances`."""
+        return 1 / (1 + squared / 2)
+
+    def hyperparameters(self) -> dict[str, Tensor]:
+        return super().hyperparameters() | {"alpha": self.alpha}
+
+    def on_distances(self, squared: Callable[[Any], Any], number: Callable[[Tensor], Any]) -> Any:
+        outputscale, alpha = number(self.outputscale), number(self.alpha)
+        return outputscale * (-(alpha * (1 + squared(self.geometry) / (2 * alpha)).log())).exp()
+
+
+@final
+class Periodic(Stationary):
+    """k = outputscale * exp(-r^2 / 2),  r^2 = sum_i (2 sin(pi (x_i - z_i) / period_i) / lengthscale_i)^2.
+
+    In one dimension that of MacKay, exp(-2 sin^2(pi |x - z| / period) / lengthscale^2); in several a product of them.
+
+    Args:
+        lengthscale: a positive number, or one per input dimension.
+        outputscale: the variance k(x, x), a positive number.
+        period: a positive number, or one per input dimension.
+        active_dims: the coordinates to look at; None: all.
+    """
+
+    def __init__(
+        self,
+        lengthscale: Positive = 1.0,
+        outputscale: float | Tensor = 1.0,
+        period: Positive = 1.0,
+        *,
+        active_dims: ActiveDims = None,
+    ) -> None:
+        self.period = positive(period, "period", per_dimension=True)
+        super().__init__(lengthscale, outputscale, active_dims=active_dims)
+
+    @staticmethod
+    def profile(squared: Tensor) -> Tensor:
+        return (-0.5 * squared).exp()
+
+    @property
+    def _per_dimension(self) -> int | None:
+        found = {len(value) for value in (self.lengthscale, self.period) if value.ndim}
+        if len(found) > 1:
+            raise ValueError(
+                f"Periodic expects as many lengthscales as periods, or single numbers, but got {len(self.lengthscale)} "
+                f"and {len(self.period)}."
+            )
+        return found.pop() if found else None
+
+    @property
+    def geometry(self) -> Geometry:
+        return Circles(self.lengthscale, self.active_dims, self.period)
+
+    def hyperparameters(self) -> dict[str, Tensor]:
+        return super().hyperparameters() | {"period": self.period}
 
 
 def root(squared: Tensor) -> Tensor:

@@ -172,4 +172,5 @@ def tile_shape(
 
 
 def slices(length: int, step: int) -> list[slice]:
+    """Cut a length into steps."""
     return [slice(start, min(start + step, length)) for start in range(0, length, step)]

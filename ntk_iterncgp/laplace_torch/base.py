@@ -5,8 +5,9 @@ laplace-torch's base class turns latent moments into probabilities and samples; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +15,12 @@ from laplace.utils.enums import Likelihood, LinkApprox, PredType
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ntk_iterncgp.data.fixed_order import Inputs
+from ntk_iterncgp.data.fixed_order import Inputs, slice_rows
 from ntk_iterncgp.fitting.cluster_run import ClusterState, unfolded
 from ntk_iterncgp.fitting.network import NetworkFit
-from ntk_iterncgp.jacobian.rows import DenseRows, Rows
+from ntk_iterncgp.jacobian.autograd import SMALL_NETWORK
+from ntk_iterncgp.jacobian.base import NetworkJacobian
+from ntk_iterncgp.jacobian.rows import Contrasts, DenseRows, Rows
 from ntk_iterncgp.laplace_torch.calibration import Calibrating
 from ntk_iterncgp.laplace_torch.detector import Detecting
 from ntk_iterncgp.laplace_torch.fitting import FittedNetwork
@@ -32,6 +35,17 @@ from ntk_iterncgp.laplace_torch.hyperparameters import (
 )
 from ntk_iterncgp.laplace_torch.saving import from_state_dict, to_state_dict
 from ntk_iterncgp.likelihoods import Softmax
+from ntk_iterncgp.posterior.contrasts import (
+    FEW_CLASSES,
+    HEAD,
+    MANY_CLASSES_POINTS,
+    KnownContrasts,
+    Shape,
+    checked_contrasts,
+    contrasts_needed,
+    in_order,
+    leading_contrasts,
+)
 from ntk_iterncgp.posterior.predictive import (
     Uncertainty,
     classification_uncertainty,
@@ -43,7 +57,7 @@ from ntk_iterncgp.posterior.weight_space import ConditionedPosterior
 from ntk_iterncgp.runtime.threads import evaluating, exclusively, full_precision
 from ntk_iterncgp.runtime.validate import whole_number
 
-QUASI = "quasi"
+QUADRATURE = ("quadrature", "quasi", "accurate")
 
 
 class IterNCGPLaplace(Calibrating, Detecting, FittedNetwork):
@@ -61,7 +75,7 @@ class IterNCGPLaplace(Calibrating, Detecting, FittedNetwork):
 
     # --- predictions -------------------------------------------------------------------------------------------------
 
-    def __call__(
+    def __call__(  # type: ignore[override]
         self,
         x: Inputs,
         pred_type: PredType | str = PredType.GP,
@@ -69,22 +83,41 @@ class IterNCGPLaplace(Calibrating, Detecting, FittedNetwork):
         link_approx: LinkApprox | str = LinkApprox.PROBIT,
         n_samples: int | None = None,
         *args: Any,
+        contrasts: int | str = "auto",
         **kwargs: Any,
     ) -> Any:
-        """As laplace-torch's function-space flavours; `pred_type="glm"` is another name for "gp".
+        """Predict as laplace-torch's function-space flavours do, which see for the other arguments.
 
-        One more `link_approx`, "quasi", is the accurate one: the whole covariance of the outputs, by quasi-random
-        points that are the same for all inputs (512 unless `n_samples` says otherwise).
+        Args:
+            x: The inputs.
+            pred_type: "gp", or its other name "glm".
+            joint: Whether to keep the covariance between inputs (regression).
+            link_approx: One of laplace-torch's links, or "quadrature", the accurate one ("quasi" and "accurate" mean
+                the same): the whole covariance of the outputs, by quasi-random points that are the same for all inputs.
+            n_samples: Samples of "mc" (100), or points of "quadrature" (512; of more than 25 classes 128).
+            contrasts: How many contrasts of the outputs of a classifier are computed at each input, of its likeliest
+                class against the next ones: a number k; "all", the whole covariance; or "auto", as many as an input
+                needs. The covariance of these is never below the exact one; that of the other outputs is then an
+                estimate, filled in by a shape that was learnt in the fit. Regression has no contrasts.
+            *args: Further arguments of laplace-torch's call.
+            **kwargs: The same, by name.
+
+        Returns:
+            Class probabilities (b, C), or the mean (b, C) and covariance (b, C, C) of a regression.
         """
         pred_type = PredType.GP if pred_type == PredType.GLM else pred_type
-        if link_approx == QUASI:
+        checked_contrasts(contrasts)
+        if link_approx in QUADRATURE:
             if self.likelihood == Likelihood.CLASSIFICATION and pred_type == PredType.GP:
-                number = 512 if n_samples is None else whole_number("n_samples", n_samples, at_least=1)
+                default = 512 if self.n_outputs <= HEAD + 1 else MANY_CLASSES_POINTS
+                number = default if n_samples is None else whole_number("n_samples", n_samples, at_least=1)
                 with full_precision(self._device):
-                    return self._glm_forward_call(x, self.likelihood, False, QUASI, number)
+                    return self._by_quadrature(x, number, contrasts)
             link_approx = LinkApprox.PROBIT  # regression has no link
         n_samples = 100 if n_samples is None else n_samples
         with full_precision(self._device):
+            if pred_type == PredType.GP:
+                x = self._with_moments(x, contrasts, joint=joint)
             return super().__call__(x, pred_type, joint, link_approx, n_samples, *args, **kwargs)
 
     def _glm_forward_call(
@@ -96,25 +129,85 @@ class IterNCGPLaplace(Calibrating, Detecting, FittedNetwork):
         n_samples: int = 100,
         diagonal_output: bool = False,
     ) -> Any:
-        if link_approx != QUASI:
-            return super()._glm_forward_call(x, likelihood, joint, link_approx, n_samples, diagonal_output)
+        if link_approx in QUADRATURE:
+            return self._by_quadrature(x, n_samples, "auto")
+        return super()._glm_forward_call(x, likelihood, joint, link_approx, n_samples, diagonal_output)
+
+    def _by_quadrature(self, x: Inputs, num_points: int, contrasts: int | str) -> Tensor:  # (b, C)
         softmax = Softmax(self.n_outputs)
         if isinstance(x, GivenMoments):
             mean, covariance = x
         else:
             self._check_fitted()
             self._check_nonempty_inputs(x)
+            if self._takes_few(contrasts):
+                parts, shape = self._known(x, contrasts)
+                found = [part.probabilities(shape, num_points) for part in parts]
+                return in_order(parts, found).to(self._dtype)
             # It depends on differences between the outputs alone: one backward pass less.
-            mean, covariance = self._moments(x, softmax.contrasts(self._device))
+            mean, covariance = self._whole_moments(x, softmax.contrasts(self._device))
         wide = torch.promote_types(mean.dtype, torch.float32)  # no eigenvalues in half precision
         response = expected_response(
-            softmax, mean.to(wide), covariance.to(wide), link="quadrature", num_samples=n_samples
+            softmax, mean.to(wide), covariance.to(wide), link="quadrature", num_samples=num_points
         )
         return response.to(mean.dtype)
 
-    def uncertainty(self, x: Inputs) -> Uncertainty:
-        """Scores of each input for rejection, out-of-distribution detection and active learning; prints as a table."""
-        mean, covariance = self.predictive_moments(x)
+    def functional_samples(
+        self,
+        x: Inputs,
+        pred_type: PredType | str = PredType.GLM,
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        joint: bool = False,
+        *,
+        contrasts: int | str = "auto",
+    ) -> Tensor:  # (n_samples, b, C)
+        """Draw outputs, as laplace-torch does; `contrasts` as in a prediction."""
+        x = self._with_moments(x, contrasts, joint=joint)
+        return super().functional_samples(x, pred_type, n_samples, diagonal_output, generator, joint)
+
+    def predictive_samples(
+        self,
+        x: Inputs,
+        pred_type: PredType | str = PredType.GLM,
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        fitting: bool = False,
+        joint: bool = False,
+        *,
+        contrasts: int | str = "auto",
+    ) -> Tensor:  # (n_samples, b, C)
+        """Draw class probabilities, or outputs of a regression; `contrasts` as in a prediction."""
+        x = self._with_moments(x, contrasts, joint=joint)
+        return super().predictive_samples(x, pred_type, n_samples, diagonal_output, generator, fitting, joint)
+
+    def _with_moments(self, x: Inputs, contrasts: int | str, *, joint: bool) -> Inputs:
+        """For a classifier its latent moments in the place of inputs, for laplace-torch to go on from."""
+        checked_contrasts(contrasts)
+        if self.likelihood != Likelihood.CLASSIFICATION or joint or isinstance(x, GivenMoments):
+            return x
+        self._check_fitted()
+        self._check_nonempty_inputs(x)
+        return GivenMoments(*self._moments(x, contrasts))
+
+    def _check_nonempty_inputs(self, x: Inputs) -> None:
+        if not isinstance(x, GivenMoments):
+            super()._check_nonempty_inputs(x)
+
+    def uncertainty(self, x: Inputs, *, contrasts: int | str = "auto") -> Uncertainty:
+        """Score each input for rejection, out-of-distribution detection and active learning.
+
+        Args:
+            x: The inputs.
+            contrasts: As in a prediction. The margin's variance is exact with any; the other scores are estimates
+                where not all contrasts are computed.
+
+        Returns:
+            The scores, which print as a table.
+        """
+        mean, covariance = self.predictive_moments(self._with_moments(x, contrasts, joint=False))
         if self.likelihood == Likelihood.CLASSIFICATION:
             return classification_uncertainty(mean.double(), covariance.double())
         return regression_uncertainty(covariance.double(), self.sigma_noise.detach().double().square())
@@ -142,6 +235,28 @@ class IterNCGPLaplace(Calibrating, Detecting, FittedNetwork):
             parts = [posterior.contributions(rows, groups, combinations) for rows in self._rows_at(x)]
         return clusters.spread(torch.cat(parts))  # (b, all groups) -> (b, N)
 
+    def latent(
+        self, x: Inputs, *, joint: bool = False, contrasts: int | str = "auto"
+    ) -> tuple[Tensor, Tensor]:  # (b, C), (b, C, C)
+        """Compute the posterior of the network's outputs.
+
+        Args:
+            x: The inputs.
+            joint: Whether to return the covariance between all inputs too, (b·C, b·C), with the output index fastest.
+            contrasts: As in a prediction; a joint covariance always has all.
+
+        Returns:
+            The mean (b, C) and the covariance (b, C, C) of the outputs.
+        """
+        self._check_fitted()
+        self._check_nonempty_inputs(x)
+        self._refresh_posterior()
+        with full_precision(self._device):
+            if not joint:
+                return self._moments(x, checked_contrasts(contrasts))
+            mean, covariance = self._glm_predictive_distribution(x, joint=True)
+        return mean.reshape(-1, self.n_outputs), covariance
+
     def _glm_predictive_distribution(self, x: Inputs, joint: bool = False) -> tuple[Tensor, Tensor]:
         if isinstance(x, GivenMoments):  # moments known already: laplace-torch's links are asked about them
             return x
@@ -153,9 +268,17 @@ class IterNCGPLaplace(Calibrating, Detecting, FittedNetwork):
             mean, covariance = self._mean_of(rows, posterior).flatten(), posterior.covariance(rows, joint=True)
         return self._tempered(mean.to(self._dtype), covariance.to(self._dtype))
 
-    def _moments(self, x: Inputs, contrasts: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Mean (b, C) and covariance (b, C, C) of the outputs over the output temperature; or, for contrasts H (C, r),
-        the mean up to what is the same for all outputs, and the covariance (b, r, r) of Hᵀf."""
+    def _moments(self, x: Inputs, contrasts: int | str = "auto") -> tuple[Tensor, Tensor]:
+        """Mean (b, C) and covariance (b, C, C) of the outputs over the output temperature."""
+        if not self._takes_few(contrasts):
+            return self._whole_moments(x)
+        parts, shape = self._known(x, contrasts)
+        mean = in_order(parts, [part.outputs for part in parts])
+        return mean.to(self._dtype), in_order(parts, [part.filled(shape) for part in parts]).to(self._dtype)
+
+    def _whole_moments(self, x: Inputs, contrasts: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Both from all rows; or, for contrasts H (C, r), the covariance (b, r, r) of Hᵀf, and the mean up to what is
+        the same for all outputs."""
         posterior = self._posterior_now()
 
         def moments(rows: Rows) -> tuple[Tensor, Tensor]:
@@ -165,6 +288,73 @@ class IterNCGPLaplace(Calibrating, Detecting, FittedNetwork):
             # By `map`, no name holds the rows of one part while those of the next are computed.
             mean, covariance = map(torch.cat, zip(*map(moments, self._rows_at(x, contrasts)), strict=True))
         return self._tempered(mean.to(self._dtype), covariance.to(self._dtype))
+
+    def _takes_few(self, contrasts: int | str) -> bool:
+        """Whether fewer contrasts than all are asked for: not where the mean moves with the weights, which takes all
+        rows, nor by "auto" where all cost next to nothing or no shape was learnt."""
+        C = self.n_outputs
+        if self.likelihood != Likelihood.CLASSIFICATION or C <= 2 or self.settings.mean == "refined":
+            return False
+        if isinstance(contrasts, int):
+            return contrasts < C - 1
+        is_small = C <= FEW_CLASSES or len(self.mean) <= SMALL_NETWORK
+        return contrasts == "auto" and not is_small and self._posterior_now().shape is not None
+
+    def _known(self, x: Inputs, contrasts: int | str) -> tuple[list[KnownContrasts], Shape]:
+        """The covariance of the leading contrasts at each input, and the shape of the others."""
+        posterior = self._posterior_now()
+        shape = posterior.shape or Shape.independent(self.n_outputs, self._device)
+        with exclusively(self.model), evaluating(self.model), self._gradients():
+            parts = [
+                KnownContrasts(where, *self._tempered(rows.outputs.double(), posterior.covariance(rows)))
+                for where, rows in self._rows_of_few(x, contrasts, shape.softening)
+            ]
+        return parts, shape
+
+    def _rows_of_few(
+        self, x: Inputs, contrasts: int | str, softening: float
+    ) -> Iterator[tuple[Tensor, Rows]]:  # (b,), and rows at these inputs
+        """The rows of leading contrasts: of k at all inputs, or of the same number at a time where each has its own."""
+        jacobian, inputs = self._jacobian_at(x)
+        everywhere = torch.arange(self._num_inputs(inputs), device=self._device)
+        if isinstance(contrasts, int):
+            groups = {contrasts: everywhere}
+        else:
+            needed = contrasts_needed(self._outputs_of(jacobian, inputs), softening)
+            groups = {k: everywhere[needed == k] for k in needed.unique().tolist()}
+        for k, where in groups.items():
+            some = inputs if len(groups) == 1 else slice_rows(inputs, where, len(everywhere))
+            start, of_these = 0, partial(leading_contrasts, number=k)
+            for rows in jacobian.rows_in_parts(some, len(where), of_these, k, self.settings.chunk_bytes):
+                yield where[start : start + len(rows.outputs)], rows
+                start += len(rows.outputs)
+
+    def _rows_to_tune(self, x: Inputs, contrasts: int | str) -> Iterator[tuple[Tensor, Rows]]:
+        """As many rows as any prior precision asks for, and where among the inputs they are."""
+        if self._takes_few(contrasts):
+            reference = self.posterior.reference
+            yield from self._rows_of_few(x, contrasts, 1.0 if reference is None else reference.softest)
+            return
+        start = 0
+        for rows in self._rows_at(x):
+            yield torch.arange(start, start + len(rows.outputs), device=self._device), rows
+            start += len(rows.outputs)
+
+    def _outputs_of(self, jacobian: NetworkJacobian, inputs: Inputs) -> Tensor:  # (b, C)
+        """The network's outputs, without their derivatives."""
+        num_inputs = self._num_inputs(inputs)
+        with torch.no_grad():
+            parts = jacobian.parts(inputs, num_inputs, 1, self.settings.chunk_bytes)
+            return torch.cat([jacobian.forward(slice_rows(inputs, part, num_inputs)) for part in parts])
+
+    def _num_inputs(self, inputs: Inputs) -> int:
+        return len(inputs[self.dict_key_x] if isinstance(inputs, Mapping) else inputs)
+
+    def _rows_at(self, x: Inputs, contrasts: Contrasts | None = None) -> Iterator[Rows]:
+        """The network at new inputs, in parts that fit in `chunk_bytes`: J(x), or HᵀJ(x) for contrasts H."""
+        jacobian, inputs = self._jacobian_at(x)
+        num_inputs = self._num_inputs(inputs)
+        return jacobian.rows_in_parts(inputs, num_inputs, contrasts, self.n_outputs, self.settings.chunk_bytes)
 
     def _all_rows_at(self, x: Inputs) -> Rows:
         parts = list(self._rows_at(x))
@@ -285,12 +475,15 @@ class IterNCGPLaplace(Calibrating, Detecting, FittedNetwork):
         progress_bar: bool = False,
         log_prior_prec_base: float = 10.0,
         tune_temperature: bool = False,
+        contrasts: int | str = "auto",
     ) -> None:
         """Set the prior precision: by the evidence ("marglik"), or by the loss on a validation set, on a scalar grid
         ("gridsearch") or by its gradient ("validation"; scalar or layerwise, and the temperature with it if asked).
 
-        Neither touches the training data; the grid passes the validation set once in all.
+        Neither touches the training data; the grid passes the validation set once in all, with as many `contrasts` of a
+        classifier's outputs as in a prediction (of "auto", as many as any precision of the grid asks for).
         """
+        checked_contrasts(contrasts)
         self._check_fitted()
         check_may_be_tuned(self)
         check_positive("init_prior_prec", init_prior_prec)
@@ -315,6 +508,7 @@ class IterNCGPLaplace(Calibrating, Detecting, FittedNetwork):
                     loss=loss,
                     link=link_approx,
                     num_samples=n_samples,
+                    contrasts=contrasts,
                     progress_bar=progress_bar,
                 )
             elif method == "validation":
@@ -326,6 +520,7 @@ class IterNCGPLaplace(Calibrating, Detecting, FittedNetwork):
                     tune_temperature=tune_temperature,
                     num_steps=n_steps,
                     learning_rate=lr,
+                    contrasts=contrasts,
                     progress_bar=progress_bar,
                 )
             else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from laplace.utils.enums import Likelihood
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ntk_iterncgp.data.fixed_order import FirstBatch, FixedOrderData, Inputs
+from ntk_iterncgp.data.fixed_order import FirstBatch, FixedOrderData, Inputs, slice_rows, to_device
 from ntk_iterncgp.fitting.cluster_run import fit_by_clusters, refine_by_clusters
 from ntk_iterncgp.fitting.cost import Cost, check_memory, check_memory_to_refine, estimate_cost, room_for_data
 from ntk_iterncgp.fitting.drive import Budget
@@ -23,10 +22,10 @@ from ntk_iterncgp.fitting.newton_fit import fit_by_products, refine_by_products
 from ntk_iterncgp.fitting.report import FitReport
 from ntk_iterncgp.jacobian.base import NetworkJacobian
 from ntk_iterncgp.jacobian.calling import unwrapped
-from ntk_iterncgp.jacobian.rows import Contrasts, Rows
 from ntk_iterncgp.laplace_torch.hyperparameters import check_hyperparameters
 from ntk_iterncgp.persistence.checkpoint import Checkpoint, open_session
 from ntk_iterncgp.persistence.fingerprint import described, digest, fingerprint, flatten, same_fingerprint
+from ntk_iterncgp.posterior.contrasts import Reference, reference_size
 from ntk_iterncgp.posterior.weight_space import ConditionedPosterior, WeightPosterior
 from ntk_iterncgp.runtime import parallel
 from ntk_iterncgp.runtime.threads import evaluating, exclusively
@@ -130,8 +129,8 @@ class FittedNetwork(BaseFunctionalLaplace):
         """The Jacobian, the training data as it takes them, and the first batch of these."""
 
     @abstractmethod
-    def _rows_at(self, x: Inputs, contrasts: Contrasts | None = None) -> Iterator[Rows]:
-        """The network at new inputs, in parts that fit in `chunk_bytes`: J(x), or HᵀJ(x) for contrasts H."""
+    def _jacobian_at(self, x: Inputs) -> tuple[NetworkJacobian, Inputs]:
+        """The Jacobian, and new inputs as it takes them."""
 
     @abstractmethod
     def _layer_sizes(self) -> tuple[int, ...]:
@@ -167,7 +166,8 @@ class FittedNetwork(BaseFunctionalLaplace):
             cost = estimate_cost(network, self.settings, timed=False)
             network.data.keep_bytes = room_for_data(check_memory(cost))
             fit = fit_by_clusters if self.settings.in_groups else fit_by_products
-            self._take(fit(network, self.settings, progress_bar=progress_bar, session=session))
+            result = fit(network, self.settings, progress_bar=progress_bar, session=session)
+            self._take(self._with_reference(result, network))
 
     @parallel.together()
     def refine(
@@ -201,7 +201,8 @@ class FittedNetwork(BaseFunctionalLaplace):
             fitted.first_batch.check_same(network.first_batch)
             network.data.keep_bytes = room_for_data(check_memory_to_refine(fitted, network, self.settings, budget))
             refine = refine_by_clusters if self.settings.in_groups else refine_by_products
-            self._take(refine(fitted, network, self.settings, budget, progress_bar=progress_bar, session=session))
+            result = refine(fitted, network, self.settings, budget, progress_bar=progress_bar, session=session)
+            self._take(self._with_reference(result, network))
 
     def estimate_cost(self, train_loader: DataLoader) -> Cost:
         """Seconds, epochs and memory of a fit and of predictions, from timing one batch; prints as a table."""
@@ -235,6 +236,21 @@ class FittedNetwork(BaseFunctionalLaplace):
             first_batch=first_batch,
         )
 
+    def _with_reference(self, result: NetworkFit, network: LinearisedNetwork) -> NetworkFit:
+        """With the shape of the covariance of the outputs, from a few of the first inputs."""
+        number = reference_size(result.num_data, result.num_outputs) if network.classification else 0
+        if number == 0:
+            return result
+        first, jacobian, C = network.first_batch, network.jacobian, result.num_outputs
+        number = min(number, len(first.outputs))
+        some = slice_rows(to_device(first.inputs, jacobian.device), slice(0, number), len(first.outputs))
+        with torch.no_grad():
+            rows = jacobian.rows_in_parts(
+                some, number, Reference.contrasts, Reference.num_rows(C), self.settings.chunk_bytes
+            )
+            reference = Reference.of(rows, result.posterior.images)
+        return replace(result, posterior=replace(result.posterior, reference=reference))
+
     def _check_hyperparameters(self) -> None:
         """Again, since they may have been set."""
         check_hyperparameters(
@@ -263,8 +279,7 @@ class FittedNetwork(BaseFunctionalLaplace):
         if self._report is None:
             raise RuntimeError("A report must follow a fit in this process; got none. Try fit(train_loader).")
         information = self.posterior.information_captured(self.prior_precision, self._noise_scale)
-        fall = training_fall(self.posterior, self.prior_precision.detach(), self._noise_scale.detach())
-        return replace(self._report, information_captured=information, rank=self.posterior.rank, fall_of_doubling=fall)
+        return replace(self._report, information_captured=information, rank=self.posterior.rank)
 
     @property
     def _noise_scale(self) -> Tensor:

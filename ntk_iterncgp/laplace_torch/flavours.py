@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, final
@@ -18,10 +18,8 @@ from ntk_iterncgp.jacobian.autograd import Jacobian, derivative_dtype
 from ntk_iterncgp.jacobian.base import NetworkJacobian
 from ntk_iterncgp.jacobian.calling import arguments, as_outputs
 from ntk_iterncgp.jacobian.last_layer import LastLayerJacobian
-from ntk_iterncgp.jacobian.rows import Contrasts, Rows, contrasts_of
 from ntk_iterncgp.laplace_torch.base import IterNCGPLaplace
 from ntk_iterncgp.laplace_torch.hyperparameters import CheckedHyperparameters
-from ntk_iterncgp.priors.rows import in_parts
 from ntk_iterncgp.runtime.threads import exclusively
 
 FEW = 2**16  # weights of a last layer, up to which its products are taken in float64
@@ -73,17 +71,13 @@ class IterNCGPAllLaplace(CheckedHyperparameters, IterNCGPLaplace):
             )
         return jacobian, None
 
-    def _rows_at(self, x: Inputs, contrasts: Contrasts | None = None) -> Iterator[Rows]:
+    def _jacobian_at(self, x: Inputs) -> tuple[NetworkJacobian, Inputs]:
         dtype = self.posterior.images.dtype
         if self._jacobian is None or self._jacobian.dtype != dtype or not self._jacobian.is_of(self.model):
             self._jacobian = Jacobian(
                 self.model, dtype=dtype
             )  # cached: what it found out about the model cost two rows
-        jacobian, x = self._jacobian, to_device(x, self._device)
-        num_rows, start = len(x[self.dict_key_x] if isinstance(x, Mapping) else x), 0
-        for part, size in in_parts(jacobian, x, num_rows, self.n_outputs, self.settings.chunk_bytes):
-            yield jacobian.rows(part, size, contrasts_of(contrasts, slice(start, start + size)))
-            start += size
+        return self._jacobian, to_device(x, self._device)
 
     def _layer_sizes(self) -> tuple[int, ...]:
         return tuple(value.numel() for value in self.params)
@@ -213,13 +207,9 @@ class IterNCGPLastLayerLaplace(CheckedHyperparameters, IterNCGPLaplace):
         outputs, features = self.extractor.forward_with_features(x)
         return as_outputs(outputs), features.reshape(-1, self._layer.in_features)
 
-    def _rows_at(self, x: Inputs, contrasts: Contrasts | None = None) -> Iterator[Rows]:
+    def _jacobian_at(self, x: Inputs) -> tuple[NetworkJacobian, Inputs]:
         jacobian = LastLayerJacobian(self._layer, dtype=self.posterior.images.dtype)
-        features = self._with_features(to_device(x, self._device))[1]
-        start = 0
-        for part, size in in_parts(jacobian, features, len(features), self.n_outputs, self.settings.chunk_bytes):
-            yield jacobian.rows(part, size, contrasts_of(contrasts, slice(start, start + size)))
-            start += size
+        return jacobian, self._with_features(to_device(x, self._device))[1]
 
     def _layer_sizes(self) -> tuple[int, ...]:
         return tuple(value.numel() for value in self.params)

@@ -47,6 +47,7 @@ def search_grid(
     loss: Any,
     link: str,
     num_samples: int,
+    contrasts: int | str,
     progress_bar: bool,
 ) -> Tensor:
     """The precision with the least loss on the validation set: the negative log-likelihood, or one of the user's.
@@ -74,7 +75,7 @@ def search_grid(
 
     best = tune_by_validation(
         la.posterior,
-        pass_once(la, loader, progress_bar),
+        pass_once(la, loader, progress_bar, contrasts=contrasts),
         grid,
         la._noise_scale.detach(),
         score,
@@ -99,6 +100,7 @@ def descend(
     tune_temperature: bool,
     num_steps: int,
     learning_rate: float,
+    contrasts: int | str,
     progress_bar: bool,
 ) -> tuple[Tensor, float]:
     """The precision (one, or one per layer) and temperature with the least validation loss, by its gradient."""
@@ -118,7 +120,7 @@ def descend(
         raise ValueError("tune_temperature=True expects classification; for regression tune sigma_noise by marglik.")
     precision, factor = tune_by_gradient(
         la.posterior,
-        pass_once(la, loader, progress_bar, layerwise=len(start) > 1),
+        pass_once(la, loader, progress_bar, layerwise=len(start) > 1, contrasts=contrasts),
         loss,
         start,
         la._noise_scale.detach(),
@@ -132,7 +134,12 @@ def descend(
 
 
 def pass_once(
-    la: IterNCGPLaplace, loader: DataLoader, progress_bar: bool, *, layerwise: bool = False
+    la: IterNCGPLaplace,
+    loader: DataLoader,
+    progress_bar: bool,
+    *,
+    layerwise: bool = False,
+    contrasts: int | str = "all",
 ) -> list[ValidationPart]:
     """Evaluate the network and its Jacobian on a validation set.
 
@@ -141,25 +148,33 @@ def pass_once(
         loader: The validation set. Its targets must be such as `fit` takes.
         progress_bar: Whether to show one.
         layerwise: Whether to separate the parameter tensors, for one precision for each.
+        contrasts: As in a prediction; "auto" takes as many as any precision asks for.
 
     Returns:
         The validation set in parts that fit in `chunk_bytes`, from which the moments at any precision follow.
     """
     data = FixedOrderData(loader, device=la._device, dict_key_x=la.dict_key_x, dict_key_y=la.dict_key_y)
-    shift, parts = la.mean - la.prior_mean, []
+    shift, parts, takes_few = la.mean - la.prior_mean, [], la._takes_few(contrasts)
     # With little noise a regression's variance is a small difference, at least at some precision of a grid.
     dtype = torch.float64 if la.likelihood == Likelihood.REGRESSION else la.posterior.images.dtype
     with evaluating(la.model), torch.no_grad():
         for x, y in tqdm(data.batches(), total=len(data), desc="Validation set", disable=not progress_bar):
-            start, targets = 0, _checked_targets(la, y)
-            for rows in la._rows_at(x):
-                stop = start + len(rows.outputs)
-                parts.append(
-                    ValidationPart.of(rows, la.posterior, shift, targets[start:stop], layerwise=layerwise, dtype=dtype)
+            targets, num_inputs = _checked_targets(la, y), data.num_rows(x)
+            if num_inputs != len(targets):
+                raise ValueError(
+                    f"val_loader must hold one target for each input; got {len(targets)} for {num_inputs}."
                 )
-                start = stop
-            if start != len(targets):
-                raise ValueError(f"val_loader must hold one target for each input; got {len(targets)} for {start}.")
+            for where, rows in la._rows_to_tune(x, contrasts):
+                part = ValidationPart.of(
+                    rows,
+                    la.posterior,
+                    shift,
+                    targets[where],
+                    layerwise=layerwise,
+                    is_of_contrasts=takes_few,
+                    dtype=dtype,
+                )
+                parts.append(part)
     return parts
 
 

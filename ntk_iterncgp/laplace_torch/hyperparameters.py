@@ -93,7 +93,7 @@ def _check(
     example = 1.0 if positive else 0.0
     if isinstance(value, Tensor) and not value.is_complex():
         numbers = value.detach()
-    elif isinstance(value, Real):
+    elif isinstance(value, Real) and not isinstance(value, bool):
         try:
             numbers = torch.tensor(float(value), dtype=torch.float64)
         except OverflowError:  # an integer of more than 308 digits

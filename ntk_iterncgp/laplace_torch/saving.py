@@ -15,6 +15,7 @@ from ntk_iterncgp.fitting.network_check import check_posterior
 from ntk_iterncgp.laplace_torch.detector import Detector
 from ntk_iterncgp.laplace_torch.hyperparameters import hyperparameters, kept_on_failure
 from ntk_iterncgp.persistence.fingerprint import fingerprint, flatten, same_fingerprint
+from ntk_iterncgp.posterior.contrasts import Reference
 from ntk_iterncgp.posterior.weight_space import WeightPosterior
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ def _check_numbers(state: Mapping[str, Any], num_weights: int) -> None:
     _part(posterior, "trace_is_exact", bool)
     if "num_actions" in posterior and _part(posterior, "num_actions", int) < 1:
         raise _damaged("num_actions", _short(posterior["num_actions"]))
+    _check_reference(posterior, B)
     if not posterior.keys() <= {f.name for f in fields(WeightPosterior)} - {"layer_sizes"}:
         raise _damaged("posterior", f"made of {_short(sorted(map(str, posterior)))}")
     for name, sizes in (("prior_precision", (1, len(state["parameters"]), P)), ("sigma_noise", (1,))):
@@ -127,6 +129,19 @@ def _check_numbers(state: Mapping[str, Any], num_weights: int) -> None:
     for name in ("temperature", "loss", "n_data", "n_outputs", *optional):
         if not math.isfinite(_part(state, name, float, int)) or (name != "loss" and state[name] <= 0):
             raise _damaged(name, _short(state[name]))
+
+
+def _check_reference(posterior: Mapping[str, Any], rank: int) -> None:
+    """What the shape of the covariance is made of, where the posterior has it."""
+    if "reference" not in posterior:
+        return
+    reference = _part(posterior, "reference", Mapping)
+    if reference.keys() != {f.name for f in fields(Reference)}:
+        raise _damaged("reference", f"made of {_short(sorted(map(str, reference)))}")
+    M, h = len(_finite(reference, "margins")), Reference.num_rows(_part(reference, "num_outputs", int))
+    for name, shape in (("prior", (M, h, h)), ("cross", (M, h, rank)), ("margins", (M,))):
+        if tuple(_finite(reference, name).shape) != shape or M == 0:
+            raise _damaged(name, f"a tensor of shape {tuple(reference[name].shape)}")
 
 
 def _part(state: Mapping[str, Any], name: str, *kinds: type) -> Any:

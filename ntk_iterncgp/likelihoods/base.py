@@ -7,14 +7,19 @@ Four questions, with W = −∇² log p(y | f), block diagonal with one C×C blo
 
 and one more where W is singular: `project`, the projection onto the range of W. Every action the solver takes lies
 there, so that a direction about which the data say nothing is never conditioned on.
+
+W may depend on the targets, and a likelihood may have parameters of each datum, such as an exposure or a noise: those
+named in `per_datum` have one entry for each datum of the fit. `given` binds a likelihood to the targets, `on` is the
+same likelihood of some of the data. At new inputs, whose exposure nobody knows, a response is that of one unit of it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -43,7 +48,54 @@ class Likelihood(ABC):
     num_outputs: int = 1
     is_quadratic: bool = False  # log p is quadratic in f: a single Newton step is exact
     has_exact_response: bool = False  # expected_response is a closed form, not an approximation
+    has_monotone_response: bool = True  # each output's response rises with its latent value: quantiles pass through
+    per_datum: tuple[str, ...] = ()  # attributes with one entry for each datum, or None, or a single number
     curvature_floor: float = CURVATURE_FLOOR
+
+    def given(self, targets: Tensor) -> Self:
+        """Bind the likelihood to the targets of all data, on which W may depend.
+
+        Args:
+            targets: as `check_targets` returns them.
+
+        Returns:
+            This likelihood, or a copy with its parameters of each datum on the device of the targets.
+        """
+        held = self._held_per_datum()
+        if not held:
+            return self
+        self.check_length(len(targets))
+        bound = copy(self)
+        for name, value in held.items():
+            setattr(bound, name, value.to(targets.device))
+        return bound
+
+    def on(self, data: slice | Tensor) -> Self:
+        """The same likelihood of some of the data: a slice, or their numbers."""
+        held = self._held_per_datum()
+        if not held:
+            return self
+        part = copy(self)
+        for name, value in held.items():
+            setattr(part, name, value[data])
+        return part
+
+    def check_length(self, num_data: int) -> None:
+        """Raise ValueError unless parameters of each datum are as many as the data."""
+        for name, value in self._held_per_datum().items():
+            if len(value) != num_data:
+                raise ValueError(
+                    f"`{name}` of {self!r} must have one entry for each datum; got {len(value)} for {num_data} data. "
+                    f"Try a likelihood with the {name} of all data of the fit, and fit again."
+                )
+
+    def settings(self) -> dict[str, Any]:
+        """The arguments with which an equal likelihood can be made, as numbers, texts and tensors."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how it is made: it lacks `settings`.")
+
+    def _held_per_datum(self) -> dict[str, Tensor]:
+        values = ((name, getattr(self, name)) for name in self.per_datum)
+        return {name: value for name, value in values if isinstance(value, Tensor) and value.ndim > 0}
 
     def for_prior_variance(self, variance: float) -> Self:
         """The same likelihood with its floor set for a prior of this variance."""
@@ -98,8 +150,10 @@ class Likelihood(ABC):
         return block
 
     def project_in_noise(self, block: Tensor, noise: Tensor) -> Tensor:  # (N, C, k), (N, C) -> (N, C, k)
-        """The projection onto the range of W that is orthogonal in the metric of the noise, given by its diagonal: what
-        it adds to a block is as small as W allows. The same as `project` where W has full rank."""
+        """The projection onto the range of W that is orthogonal in the metric of the noise, given by its diagonal.
+
+        What it adds to a block is as small as W allows. The same as `project` where W has full rank.
+        """
         return self.project(block)
 
     def contrasts(self, device: torch.device) -> Tensor:  # (C, q)
@@ -123,7 +177,8 @@ class Likelihood(ABC):
     def curvature_root(self, latent: Tensor, block: Tensor) -> Tensor:  # (N, C), (N, C, k) -> (N, C, k)
         """H V, for some H with H Hᵀ = W."""
         values, vectors = torch.linalg.eigh(self._blocks(latent))
-        return vectors @ (values.clamp_min(0).sqrt()[..., None] * block)
+        result: Tensor = vectors @ (values.clamp_min(0).sqrt()[..., None] * block)
+        return result
 
     def curvature_traces(self, latent: Tensor) -> Tensor:  # (N, C) -> (N,)
         """tr(W_n) of each datum: how much it may say."""
@@ -143,11 +198,11 @@ class CurvatureAt:
     latent: Tensor  # (N, C)
 
     def __call__(self, data: slice | Tensor, block: Tensor) -> Tensor:  # (rows, C, k)
-        return self.likelihood.curvature(self.latent[data], block)
+        return self.likelihood.on(data).curvature(self.latent[data], block)
 
     def root(self, data: slice | Tensor, block: Tensor) -> Tensor:  # (rows, C, k)
         """H V with H Hᵀ = W."""
-        return self.likelihood.curvature_root(self.latent[data], block)
+        return self.likelihood.on(data).curvature_root(self.latent[data], block)
 
     def traces(self) -> Tensor:  # (N,)
         """tr(W_n) of each datum."""
@@ -155,19 +210,61 @@ class CurvatureAt:
 
 
 def one_dimensional(targets: Tensor, name: str, meaning: str) -> Tensor:
-    """Targets with one number per datum, or a sentence."""
+    """Targets with one number per datum, or a ValueError."""
     if targets.ndim == 2 and targets.shape[1] == 1:
         targets = targets[:, 0]
     if targets.ndim != 1:
         raise ValueError(
-            f"The {name} likelihood expects y of shape (N,), {meaning}, but got shape {tuple(targets.shape)}. "
-            "Pass one number per datum."
+            f"`y` must have the shape (N,) for {name}, {meaning}; got {tuple(targets.shape)}. Try one number per datum."
         )
     return targets
 
 
 def require(condition: Tensor, targets: Tensor, message: str) -> None:
-    """Raise `message` with the first offending target where the condition fails."""
+    """Raise `message`, what must hold, with the first target that it does not hold for."""
     if not bool(condition.all()):
         first = int(torch.nonzero(~condition.reshape(-1))[0])
-        raise ValueError(f"{message} The first offending entry is y[{first}] = {targets.reshape(-1)[first].item()}.")
+        raise ValueError(
+            f"{message}; got y[{first}] = {targets.reshape(-1)[first].item()}. Try other targets or likelihood."
+        )
+
+
+def positive_per_datum(value: float | Sequence[float] | Tensor, name: str, advice: str) -> Tensor:
+    """Check a parameter that is one positive number, or one for each datum.
+
+    Args:
+        value: the parameter.
+        name: what to call it in an error message.
+        advice: what to try instead, the end of that message.
+
+    Returns:
+        It as a float64 tensor of shape () or (N,).
+    """
+    try:
+        tensor = torch.as_tensor(value, dtype=torch.float64).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        got = type(value).__name__
+        raise TypeError(f"`{name}` must be a positive number, or one for each datum; got {got}. {advice}") from error
+    if tensor.ndim > 1 or tensor.numel() == 0:
+        raise ValueError(
+            f"`{name}` must be one number, or one for each datum (N,); got the shape {tuple(tensor.shape)}. {advice}"
+        )
+    wrong = tensor.reshape(-1)[~(tensor.isfinite() & (tensor > 0)).reshape(-1)]
+    if wrong.numel():
+        raise ValueError(f"`{name}` must be positive and finite; got {wrong[0].item():g}. {advice}")
+    return tensor
+
+
+def described_per_datum(value: Tensor) -> str:
+    """A parameter as one reads it: 3, or (200 values)."""
+    return f"{value.item():g}" if value.ndim == 0 else f"({len(value)} values)"
+
+
+def is_one(value: Tensor) -> bool:
+    """Whether a parameter is the number 1 for all data."""
+    return value.ndim == 0 and value.item() == 1
+
+
+def column(value: Tensor, latent: Tensor) -> Tensor:  # () or (N,) -> (1, 1) or (N, 1)
+    """A parameter of each datum beside its latent value, in the dtype and on the device of the latent values."""
+    return value.to(latent).reshape(-1, 1)

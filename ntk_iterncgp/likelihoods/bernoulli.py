@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +18,12 @@ class Bernoulli(Likelihood):
     def __repr__(self) -> str:
         return "Bernoulli()"
 
+    def settings(self) -> dict[str, Any]:
+        return {}
+
     def check_targets(self, targets: Tensor) -> Tensor:
         targets = one_dimensional(targets, "Bernoulli", "each 0 or 1").double()
-        message = "The Bernoulli likelihood expects labels 0 and 1. Encode the two classes as 0 and 1."
+        message = "`y` must be labels 0 and 1 for Bernoulli"
         require((targets == 0) | (targets == 1), targets, message)
         return targets
 

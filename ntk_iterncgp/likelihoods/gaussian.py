@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from ntk_iterncgp.likelihoods.base import Likelihood
@@ -16,14 +18,14 @@ class Gaussian(Likelihood):
     has_exact_response = True
 
     def __init__(self, noise: float, num_outputs: int = 1) -> None:
+        if torch.as_tensor(noise).ndim > 0:
+            raise TypeError(
+                "`noise` must be one variance for all data; got several. Try FixedNoiseGaussian for one for each."
+            )
         if not (math.isfinite(noise) and noise > 0):
-            raise ValueError(
-                f"Gaussian expects a positive, finite noise variance, but got {noise}. Pass for instance noise=0.01."
-            )
+            raise ValueError(f"`noise` must be a positive, finite variance; got {noise}. Try noise=0.01.")
         if num_outputs != int(num_outputs) or num_outputs < 1:
-            raise ValueError(
-                f"Gaussian expects a whole number of at least one output, but got num_outputs={num_outputs}."
-            )
+            raise ValueError(f"`num_outputs` must be a whole number of at least one; got {num_outputs}. Try 1.")
         self.variance = float(noise)
         self.num_outputs = int(num_outputs)
 
@@ -31,15 +33,18 @@ class Gaussian(Likelihood):
         outputs = f", num_outputs={self.num_outputs}" if self.num_outputs > 1 else ""
         return f"Gaussian(noise={self.variance:g}{outputs})"
 
+    def settings(self) -> dict[str, Any]:
+        return {"noise": self.variance, "num_outputs": self.num_outputs}
+
     def check_targets(self, targets: Tensor) -> Tensor:
         targets = targets.double()
         if targets.ndim == 1:
             targets = targets[:, None]
         if targets.ndim != 2 or targets.shape[1] != self.num_outputs:
             raise ValueError(
-                f"Gaussian with {self.num_outputs} output(s) expects y of shape (N, {self.num_outputs})"
-                f"{' or (N,)' if self.num_outputs == 1 else ''}, but got {tuple(targets.shape)}. "
-                "The network, or num_outputs, is to have as many outputs as y has columns."
+                f"`y` must have the shape (N, {self.num_outputs}){' or (N,)' if self.num_outputs == 1 else ''} for "
+                f"Gaussian with {self.num_outputs} output(s); got {tuple(targets.shape)}. Try a network, or "
+                "num_outputs, with as many outputs as y has columns."
             )
         return targets
 

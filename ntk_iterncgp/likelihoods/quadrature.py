@@ -92,15 +92,17 @@ def covariance_root(covariance: Tensor) -> Tensor:  # (..., C, C)
     """
     if covariance.shape[-1] == 1:
         return covariance.clamp_min(1e-300 if covariance.dtype == torch.float64 else 1e-36).sqrt()
+    root: Tensor
     if covariance.requires_grad:
         size = covariance.diagonal(dim1=-2, dim2=-1).detach().mean(-1)[..., None, None].clamp_min(1e-30)
         eye = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
         jitter = _JITTER[covariance.dtype] * size
         for _ in range(MAX_JITTERS):  # a variance that is nearly all removed may come out negative in rounding
-            lower, info = torch.linalg.cholesky_ex(covariance + jitter * eye)
+            root, info = torch.linalg.cholesky_ex(covariance + jitter * eye)
             if not bool(info.any()):
-                return lower
+                return root
             jitter = torch.where(info[..., None, None] > 0, 10 * jitter, jitter)
         raise ArithmeticError("Expected a covariance that is positive semidefinite up to rounding, but it is not.")
     values, vectors = torch.linalg.eigh(covariance)
-    return (vectors * values.clamp_min(0).sqrt()[..., None, :]).flip(-1)
+    root = (vectors * values.clamp_min(0).sqrt()[..., None, :]).flip(-1)
+    return root

@@ -8,6 +8,7 @@ while W⁺ puts *none* there. `project` keeps every action zero-sum over the cla
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,17 +19,21 @@ from ntk_iterncgp.likelihoods.base import Likelihood, one_dimensional, require
 class Softmax(Likelihood):
     """`num_classes` latent functions, the logits."""
 
+    has_monotone_response = False  # each probability depends on all latent values
+
     def __init__(self, num_classes: int) -> None:
         if num_classes != int(num_classes) or num_classes < 2:
             raise ValueError(
-                f"Softmax expects a whole number of at least two classes, but got {num_classes}. "
-                "A network needs one output for each class. For two classes with a single latent function use "
-                "Bernoulli()."
+                f"`num_classes` must be a whole number of at least two; got {num_classes}. Try Bernoulli() for two "
+                "classes with a single latent function."
             )
         self.num_outputs = int(num_classes)
 
     def __repr__(self) -> str:
         return f"Softmax({self.num_outputs})"
+
+    def settings(self) -> dict[str, Any]:
+        return {"num_classes": self.num_outputs}
 
     @property
     def curvature_rank(self) -> int:
@@ -36,10 +41,7 @@ class Softmax(Likelihood):
 
     def check_targets(self, targets: Tensor) -> Tensor:
         targets = one_dimensional(targets, "Softmax", "each a class label")
-        message = (
-            f"Softmax({self.num_outputs}) expects whole-number labels from 0 to {self.num_outputs - 1}. "
-            "Relabel the classes from 0, or pass the right number of classes."
-        )
+        message = f"`y` must be whole numbers from 0 to {self.num_outputs - 1} for Softmax({self.num_outputs})"
         require((targets == targets.long()) & (targets >= 0) & (targets < self.num_outputs), targets, message)
         return targets.long()
 
@@ -68,8 +70,11 @@ class Softmax(Likelihood):
         return block - block.mean(1, keepdim=True)
 
     def project_in_noise(self, block: Tensor, noise: Tensor) -> Tensor:
-        """s − π Σ_c s_c. The entry of the likeliest class is what the others leave, so that the sum is zero to the
-        rounding of the smallest entries: 1 − π of a decided datum would be rounding alone."""
+        """s − π Σ_c s_c.
+
+        The entry of the likeliest class is what the others leave, so that the sum is zero to the rounding of the
+        smallest entries: 1 − π of a decided datum would be rounding alone.
+        """
         probabilities = (1 / noise).to(block.dtype)[..., None]
         inside = block - probabilities * block.sum(1, keepdim=True)
         likeliest = probabilities.argmax(1, keepdim=True).expand(-1, -1, block.shape[2])

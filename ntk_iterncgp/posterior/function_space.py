@@ -9,14 +9,17 @@ stays at or above that of the exact posterior for the same curvature W.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ntk_iterncgp.likelihoods.quadrature import covariance_root
 from ntk_iterncgp.linalg.columns import Buffer, KroneckerColumns
+from ntk_iterncgp.priors.base import Prior
 from ntk_iterncgp.solver.state import State
 
 
@@ -33,8 +36,43 @@ class Evidence:
     value: float
 
 
-class Posterior:
+class FunctionPosterior(ABC):
+    """A posterior GP, whichever way it was computed: what a front door asks of it."""
+
+    state: Any  # of the run that made it
+    prior: Prior
+
+    @abstractmethod
+    def latent(self, x: Tensor, *, joint: bool = False) -> tuple[Tensor, Tensor]:
+        """Mean (b, C) and covariance (b, C, C), or (b·C, b·C) if joint, of the latent functions at x."""
+
+    @abstractmethod
+    def marginals(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean (b, C) and variances (b, C): those of `latent`, without the covariances between outputs."""
+
+    def sample(self, x: Tensor, num_samples: int, generator: torch.Generator | None = None) -> Tensor:
+        """Joint draws of the latent functions at x: (num_samples, b, C)."""
+        mean, covariance = self.latent(x, joint=True)
+        noise = torch.randn(num_samples, mean.numel(), generator=generator, dtype=mean.dtype, device=mean.device)
+        return mean + (noise @ covariance_root(covariance).T).reshape(num_samples, *mean.shape)
+
+    @abstractmethod
+    def log_evidence(self) -> Evidence:
+        """Two-sided bounds on the Laplace log-evidence."""
+
+    @abstractmethod
+    def elbo(self) -> float:
+        """E_q[log p(y | f)] − KL(q ‖ p): a lower bound on the true log-evidence for any likelihood."""
+
+    @abstractmethod
+    def bytes_per_input(self, *, marginal: bool = False) -> int:
+        """The memory that one input takes in `latent`, or in `marginals`."""
+
+
+class Posterior(FunctionPosterior):
     """The posterior GP of a solver's state, evaluated at new inputs; small matrices are in float64."""
+
+    state: State
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -50,7 +88,7 @@ class Posterior:
         else:
             half = half.T.unflatten(0, cross.shape[:2])  # (b, C, B)
             covariance = covariance - half @ half.mT
-        return mean, _floor_diagonal(covariance)
+        return mean, floor_diagonal(covariance)
 
     def marginals(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mean (b, C) and variances (b, C): those of `latent`, without the covariances between outputs.
@@ -85,12 +123,6 @@ class Posterior:
         halves = (self.state.factor.half_solve(torch.kron(eye, h[:, None])) for h in actions.contrasts)  # (B, r)
         return [torch.linalg.qr(half, mode="r").R for half in halves]
 
-    def sample(self, x: Tensor, num_samples: int, generator: torch.Generator | None = None) -> Tensor:
-        """Joint draws of the latent functions at x: (num_samples, b, C)."""
-        mean, covariance = self.latent(x, joint=True)
-        noise = torch.randn(num_samples, mean.numel(), generator=generator, dtype=mean.dtype, device=mean.device)
-        return mean + (noise @ covariance_root(covariance).T).reshape(num_samples, *mean.shape)
-
     def log_evidence(self) -> Evidence:
         """Two-sided bounds on the Laplace log-evidence, from those on the log-determinant."""
         lower, upper = self.state.tight_log_determinant_bounds
@@ -108,9 +140,9 @@ class Posterior:
         for data, covariance in self.prior.blocks():
             rows = images.rows(data)
             half = state.factor.half_solve(rows.flatten(0, 1).T).T.unflatten(0, rows.shape[:2])
-            covariance = _floor_diagonal(covariance - half @ half.mT)
+            covariance = floor_diagonal(covariance - half @ half.mT)
             targets = problem.targets[data]
-            total += problem.likelihood.expected_log_prob(state.latent[data], covariance, targets).sum()
+            total += problem.likelihood.on(data).expected_log_prob(state.latent[data], covariance, targets).sum()
         return float(self.prior.shard.sum(total)) - divergence
 
     def bytes_per_input(self, *, marginal: bool = False) -> int:
@@ -121,7 +153,7 @@ class Posterior:
         return 8 * C * (3 * self.state.buffer.size + 2 * C + 2)
 
 
-def _floor_diagonal(covariance: Tensor) -> Tensor:
+def floor_diagonal(covariance: Tensor) -> Tensor:
     """A variance that came out negative by rounding is zero."""
     diagonal = covariance.diagonal(dim1=-2, dim2=-1)
     return covariance.diagonal_scatter(diagonal.clamp_min(0.0), dim1=-2, dim2=-1)

@@ -164,5 +164,10 @@ def check_interval(likelihood: Likelihood, level: float) -> None:
             "`likelihood` must have outputs that depend on one latent function each for credible intervals; got "
             f"{likelihood!r}, whose probabilities depend on all. Try quantiles of the softmax of sample(x, n_samples)."
         )
+    if not likelihood.has_monotone_response:
+        raise ValueError(
+            "`likelihood` must have a response that rises with the latent value for credible intervals; got "
+            f"{likelihood!r}. Try quantiles of likelihood.response(sample(x, n_samples))."
+        )
     if not 0 < level < 1:
         raise ValueError(f"`level` must be between 0 and 1; got {level}. Try 0.95.")

@@ -22,6 +22,7 @@ from torch.nn.functional import nll_loss
 from tqdm.auto import tqdm
 
 from ntk_iterncgp.jacobian.rows import Rows
+from ntk_iterncgp.posterior.contrasts import Shape, ranking
 from ntk_iterncgp.posterior.weight_space import WeightPosterior, downdate_rounding
 
 STRUCTURES = ("scalar", "layerwise")
@@ -87,11 +88,12 @@ class ValidationPart:
     """Some validation inputs and the small matrices of a unit prior precision there, for each layer or in one."""
 
     outputs: Tensor  # f(x; θ*) (b, C)
-    shifted: Tensor  # J(x)(θ* − μ₀) (b, C)
+    shifted: Tensor  # J(x)(θ* − μ₀) (b, C); zero for contrasts, of which no refined mean is asked
     covariance: Tensor  # J_l J_lᵀ (l, b, C, C)
     cross: Tensor  # J_l A_l (l, b, C, B)
     targets: Tensor
     rounding: float = 0.0  # of what is removed from k(x, x), as a fraction of it
+    is_of_contrasts: bool = False  # whether J is HᵀJ of the leading contrasts of each input (`contrasts.py`)
 
     @classmethod
     def of(
@@ -102,6 +104,7 @@ class ValidationPart:
         targets: Tensor,
         *,
         layerwise: bool = False,
+        is_of_contrasts: bool = False,
         dtype: torch.dtype | None = None,
     ) -> ValidationPart:
         """Compute the small matrices of some inputs.
@@ -112,12 +115,13 @@ class ValidationPart:
             shift: θ* − μ₀ (P,).
             targets: one for each input.
             layerwise: whether to separate the parameter tensors.
+            is_of_contrasts: whether the rows are those of leading contrasts.
             dtype: of the products; None: that of the images.
         """
         sizes, images = posterior.layer_sizes if layerwise else (len(posterior.images),), posterior.images
         dtype = images.dtype if dtype is None else dtype
         cross, covariance = zip(*rows.by_layer(images.to(dtype), sizes), strict=True)
-        shifted = rows.times(shift[:, None])[..., 0]
+        shifted = torch.zeros_like(rows.outputs) if is_of_contrasts else rows.times(shift[:, None])[..., 0]
         return cls(
             rows.outputs.double(),
             shifted,
@@ -125,6 +129,7 @@ class ValidationPart:
             torch.stack(cross).to(dtype),
             targets,
             downdate_rounding(images.dtype, dtype),
+            is_of_contrasts,
         )
 
     def prior(self, precision: Tensor) -> Tensor:  # (1,) or (l,) -> (b, C, C)
@@ -151,7 +156,15 @@ class ValidationPart:
         if refined:
             weights = factor.solve(posterior.right_hand_side[:, None])
             mean = mean - self.shifted + (cross @ weights)[..., 0]
-        return mean, self.prior(precision) - half @ half.mT
+        covariance = self.prior(precision) - half @ half.mT
+        return mean, self.filled(covariance, posterior.shape(precision, noise_scale) if self.is_of_contrasts else None)
+
+    def filled(self, covariance: Tensor, shape: Shape | None) -> Tensor:  # (b, C, C), or (b, k, k) of contrasts
+        """The covariance of all outputs; an estimate where it is that of contrasts. The shape is held for constant."""
+        if not self.is_of_contrasts:
+            return covariance
+        shape = shape or Shape.independent(self.outputs.shape[1], covariance.device)
+        return shape.covariance(covariance, ranking(self.outputs))
 
 
 class ScalarPath:
@@ -168,18 +181,20 @@ class ScalarPath:
         whitened = torch.linalg.solve_triangular(lower, half.T, upper=False)
         self.gamma, vectors = torch.linalg.eigh(0.5 * (whitened + whitened.T))
         basis = torch.linalg.solve_triangular(lower.T, vectors, upper=True)  # R^{-½} V
-        self.noise_scale = noise_scale.double()
+        self.posterior, self.noise_scale = posterior, noise_scale.double()
         self.rotated = [part.cross[0] @ basis.to(part.cross.dtype) for part in parts]
         self.parts = parts
 
     def moments(self, precision: Tensor) -> list[Moments]:
         """Means, covariances and targets of all parts for one precision."""
         removed = 1 / (precision * (self.gamma.clamp_min(0) + precision * self.noise_scale))
+        has_contrasts = any(part.is_of_contrasts for part in self.parts)
+        shape = self.posterior.shape(precision.reshape(1), self.noise_scale) if has_contrasts else None
         result = []
         for part, Z in zip(self.parts, self.rotated, strict=True):
             scaled = Z * removed.sqrt().to(Z.dtype)
             covariance = part.prior(precision) - (scaled @ scaled.mT).double()
-            result.append((part.outputs, covariance, part.targets))
+            result.append((part.outputs, part.filled(covariance, shape), part.targets))
         return result
 
 

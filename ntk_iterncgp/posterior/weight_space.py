@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ntk_iterncgp.jacobian.rows import Rows
 from ntk_iterncgp.linalg.factor import SLICE_ROWS, Factor, inner_products
+from ntk_iterncgp.posterior.contrasts import Reference, Shape
 from ntk_iterncgp.runtime.threads import full_precision
 
 EPS = torch.finfo(torch.float64).eps
@@ -53,21 +54,26 @@ class WeightPosterior:
     trace_is_exact: bool  # whether `curvature_diagonal` is exact, and not an estimate
     num_actions: int | None = None  # of which it was made, where more than its rank were folded together
     rounding_gram: Tensor | None = None  # D/ρ for unit precision (B, B); None: the diagonal of AᵀA
+    reference: Reference | None = None  # from which the shape of the covariance of many outputs follows
 
     @property
     def rank(self) -> int:
         """B, the number of actions."""
         return self.images.shape[1]
 
-    def to_dict(self) -> dict[str, Tensor | int | bool]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain tensors and numbers, all but the layer sizes, which follow from the model."""
         found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "layer_sizes"}
+        if self.reference is not None:
+            found["reference"] = self.reference.to_dict()
         return {name: value for name, value in found.items() if value is not None}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any], layer_sizes: tuple[int, ...], device: torch.device) -> WeightPosterior:
         """The posterior of which `to_dict` made `saved`, on a device."""
         moved: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in saved.items()}
+        if "reference" in moved:
+            moved["reference"] = Reference.from_dict(moved["reference"], device)
         return cls(**moved, layer_sizes=layer_sizes)
 
     # --- small matrices for a prior -------------------------------------------------------------------------------
@@ -131,6 +137,19 @@ class WeightPosterior:
         """One precision for each weight, in float64."""
         return precision_of_weights(prior_precision, self.layer_sizes)
 
+    def shape(self, prior_precision: Tensor, noise_scale: Tensor) -> Shape | None:
+        """The shape of the covariance of the outputs for these hyperparameters; None where nothing was learnt.
+
+        A precision for each layer or weight counts as the one that scales tr(AᵀΛ⁻¹A) as much.
+        """
+        if self.reference is None or self.reference.cross.shape[-1] != self.rank:
+            return None
+        precision = prior_precision.detach().double()
+        if len(precision) > 1:
+            precision = self.unit_gram.trace() / self.gram(precision).trace().clamp_min(1e-300)
+        factor = self.factor(precision.reshape(1), noise_scale.detach())
+        return self.reference.shape(factor, precision.reshape(()))
+
     # --- predictions ----------------------------------------------------------------------------------------------
 
     def conditioned(self, prior_precision: Tensor, noise_scale: Tensor) -> ConditionedPosterior:
@@ -138,9 +157,9 @@ class WeightPosterior:
         variance, gram = 1 / self.precision_of_weights(prior_precision.detach()), self.gram(prior_precision.detach())
         noise = self.noise(gram, noise_scale.detach())
         gains = gram.diagonal() / noise.diagonal()
-        return ConditionedPosterior(
-            self, variance, Factor(gram + noise), noise, is_strong=bool((gains > STRONG_SIGNAL).any())
-        )
+        shape = self.shape(prior_precision, noise_scale)
+        is_strong = bool((gains > STRONG_SIGNAL).any())
+        return ConditionedPosterior(self, variance, Factor(gram + noise), noise, shape, is_strong=is_strong)
 
     # --- evidence -------------------------------------------------------------------------------------------------
 
@@ -188,7 +207,11 @@ class WeightPosterior:
             right_hand_side=self.right_hand_side[:number],
             rounding_gram=None if self.rounding_gram is None else self.rounding_gram[:number, :number],
             num_actions=None,
+            reference=self._reference_of(torch.eye(self.rank, number)),
         )
+
+    def _reference_of(self, coefficients: Tensor) -> Reference | None:  # (B, R)
+        return None if self.reference is None else self.reference.combined(coefficients.to(self.noise_gram))
 
     def combined(self, coefficients: Tensor) -> WeightPosterior:  # (B, R)
         """The posterior of combinations of the actions."""
@@ -200,6 +223,7 @@ class WeightPosterior:
             right_hand_side=coefficients.T @ self.right_hand_side,
             rounding_gram=0.5 * (both_sides[1] + both_sides[1].T),
             num_actions=None,
+            reference=self._reference_of(coefficients),
         )
 
     @torch.no_grad()
@@ -261,9 +285,16 @@ class ConditionedPosterior:
     """
 
     def __init__(
-        self, posterior: WeightPosterior, variance: Tensor, factor: Factor, noise: Tensor, *, is_strong: bool
+        self,
+        posterior: WeightPosterior,
+        variance: Tensor,
+        factor: Factor,
+        noise: Tensor,
+        shape: Shape | None,
+        *,
+        is_strong: bool,
     ) -> None:
-        self.posterior, self.variance, self.factor, self.noise = posterior, variance, factor, noise
+        self.posterior, self.variance, self.factor, self.noise, self.shape = posterior, variance, factor, noise, shape
         dtype = torch.float64 if is_strong else posterior.images.dtype
         self.scaled_images = variance.to(dtype)[:, None] * posterior.images.to(dtype)  # Λ⁻¹A
         self.rounding = downdate_rounding(posterior.images.dtype, dtype)

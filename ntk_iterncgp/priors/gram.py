@@ -109,6 +109,22 @@ class GramPrior(Prior):
         product = self._own_rows(self._product(self.matrices, per_output))
         return DenseColumns.of(product.flatten(0, 1), self.num_outputs, self.shard)
 
+    def extended(self, inputs: Tensor) -> GramPrior:
+        """The same prior with more data, behind those there are."""
+        return GramPrior(
+            self.kernels,
+            torch.cat([self.inputs, inputs.to(self.inputs.dtype)]),
+            self._mean,
+            chunk_bytes=self.chunk_bytes,
+            method=self.method,
+            tolerance=self.tolerance,
+            data_dtype=self.data_dtype,
+        )
+
+    def images_at(self, x: Tensor, actions: Columns) -> Tensor:  # (b · outputs, stored columns)
+        """k(x, X) S at inputs that are to become training inputs, as images are computed. In every process."""
+        return self.shard.sum(self._cross(x, actions.factor)).flatten(0, 1)
+
     def _own_rows(self, product: Tensor) -> Tensor:
         """From what this process has multiplied."""
         return product if self.shard.is_whole or self._by_rows else self.shard.take(parallel.all_sum(product))
@@ -126,8 +142,7 @@ class GramPrior(Prior):
         cross = self.shard.sum(cross)  # (b, C, B), or (b, 1, r) of U ⊗ H
         if isinstance(actions, KroneckerColumns):
             cross = torch.einsum("bi,cj->bcij", cross[:, 0], actions.contrasts).flatten(2)
-        covariance = self._joint_covariance(x) if joint else self.blocks_of(x)
-        return AtInputs(self._mean.expand(len(x), -1), cross, covariance)
+        return AtInputs(self._mean.expand(len(x), -1), cross, self.covariance_at(x, joint=joint))
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         step, mine = max(1, 2**16 // self.num_outputs**2), self.shard.mine
@@ -170,11 +185,29 @@ class GramPrior(Prior):
             return rounding
         return rounding + (DEFAULT_TOLERANCE if self.tolerance is None else self.tolerance)
 
+    def covariance_at(self, x: Tensor, *, joint: bool = False) -> Tensor:  # (b, C, C), or (b·C, b·C) if joint
+        """k(x, x) in float64."""
+        return self._joint_covariance(x) if joint else self.blocks_of(x)
+
     def blocks_of(self, x: Tensor) -> Tensor:  # (b, C, C)
         """k(x, x) at each input, in float64."""
         x = x.to(self._exact_dtype)
         variances = torch.stack([kernel.diagonal(x) for kernel in self.kernels], 1).double()
         return torch.diag_embed(variances.expand(-1, self.num_outputs))
+
+    def between(self, x: Tensor, z: Tensor) -> Tensor:  # (1 or C, b, b')
+        """k(x, z) written out in float64, once for all outputs or for each; some rows at a time, by `chunk_bytes`."""
+        step = max(1, self.chunk_bytes // max(1, 64 * len(z)))
+        if len(x) <= step:
+            return torch.stack([self._exactly(kernel, x, z) for kernel in self.kernels])
+        written = torch.empty(len(self.kernels), len(x), len(z), dtype=torch.float64, device=self.device)
+        if torch.is_grad_enabled() and x.requires_grad:  # rows in a graph are put together at the end
+            return torch.cat([self.between(part, z) for part in x.split(step)], 1)
+        for start in range(0, len(x), step):
+            for place, kernel in enumerate(self.kernels):
+                rows = slice(start, start + step)
+                written[place, rows] = self._exactly(kernel, x[rows], z).detach()
+        return written
 
     def _joint_covariance(self, x: Tensor) -> Tensor:  # (b·C, b·C)
         C = self.num_outputs

@@ -79,18 +79,8 @@ def in_parts(
     jacobian: NetworkJacobian, x: Inputs, num_rows: int, num_outputs: int, chunk_bytes: int
 ) -> Iterator[tuple[Inputs, int]]:
     """A batch in parts whose rows of J fit in `chunk_bytes`, with their sizes; or an error that names the bytes."""
-    jacobian.prepare(x, num_rows)
-    per_row = jacobian.bytes_per_row(num_outputs)
-    if per_row > chunk_bytes:
-        raise ValueError(
-            f"`chunk_bytes` must hold the rows of the Jacobian for one input, {num_outputs} outputs × "
-            f"{jacobian.num_params:,} weights, {per_row:,} bytes; got {chunk_bytes:,}. Try "
-            f"chunk_bytes={per_row}, or fewer weights."
-        )
-    size = chunk_bytes // per_row
-    for start in range(0, num_rows, size):
-        stop = min(start + size, num_rows)
-        yield slice_rows(x, slice(start, stop), num_rows), stop - start
+    for part in jacobian.parts(x, num_rows, num_outputs, chunk_bytes):
+        yield slice_rows(x, part, num_rows), part.stop - part.start
 
 
 def rows_of_data(

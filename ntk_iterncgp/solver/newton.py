@@ -50,6 +50,9 @@ class NewtonOptions:
             names = " or ".join(map(repr, COMPRESSIONS))
             raise ValueError(f"`compression` must be {names}; got {self.compression!r}. Try {COMPRESSIONS[0]!r}.")
 
+        if not isinstance(self.damped, bool):
+            raise ValueError(f"`damped` must be True or False; got {self.damped!r}. Try True.")
+
     @property
     def keeps_mean(self) -> bool:
         """Whether compression leaves Newton's point where it is, so that Ψ never falls."""

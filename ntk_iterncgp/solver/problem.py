@@ -42,7 +42,8 @@ class Problem:
 
     def __post_init__(self) -> None:
         variance = ANY_VARIANCE if self.whitened else self.prior.variance_scale()
-        object.__setattr__(self, "likelihood", self.likelihood.for_prior_variance(variance))
+        bound = self.likelihood.given(self.targets).for_prior_variance(variance)
+        object.__setattr__(self, "likelihood", bound)
 
     @property
     def num_rows(self) -> int:
@@ -96,7 +97,7 @@ class Problem:
         """SᵀW⁺S', by the diagonal of W⁺ where the likelihood gives one."""
         if diagonal is not None:
             return left.diagonal_inner(diagonal, right)
-        return left.weighted_inner(lambda data, block: self.likelihood.noise(latent[data], block), right)
+        return left.weighted_inner(lambda data, block: self.likelihood.on(data).noise(latent[data], block), right)
 
     def curvature_inner(self, latent: Tensor, images: Columns) -> Tensor:  # (B, B)
         """TᵀWT."""

@@ -184,7 +184,8 @@ class State:
     def curvature_scale(self) -> Tensor:
         """‖W b‖, and W b = ∇ + W g."""
         start = self.score + self.problem.curvature(self.latent, self.iterate.offset)
-        return start.norm().clamp_min(1e-300)
+        norm: Tensor = start.norm()
+        return norm.clamp_min(1e-300)
 
     # --- how much is known ----------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from ntk_iterncgp.runtime.validate import non_negative, whole_number
 class Status(StrEnum):
     """How a run ended."""
 
+    EXACT = "exact"
     CONVERGED = "converged"
     BUDGET = "budget"
     NEWTON_STEPS = "newton_steps"
@@ -25,6 +26,7 @@ class Status(StrEnum):
 
 
 _ADVICE = {
+    Status.EXACT: "Computed with the whole kernel matrix: mean and variance are exact, and nothing is left to refine.",
     Status.CONVERGED: "The mean has converged. refine(max_products=…) contracts the variance further.",
     Status.BUDGET: "All products were spent before the mean converged. refine(max_products=…) continues from here.",
     Status.NEWTON_STEPS: "max_newton_steps was reached before the mean converged. Allow more steps, or call refine().",

@@ -76,10 +76,10 @@ def test_the_reliability_curve_adds_up_to_the_calibration_error() -> None:
 @pytest.mark.parametrize(
     ("probabilities", "labels", "sentence"),
     [
-        (torch.tensor([[2.0, -1.0]]), torch.tensor([0]), "Apply softmax first"),
+        (torch.tensor([[2.0, -1.0]]), torch.tensor([0]), r"got others \(logits, or NaN\)\. Try softmax"),
         (torch.tensor([[0.5, 0.2]]), torch.tensor([0]), "add up to 1"),
         (torch.tensor([[math.nan, 0.2]]), torch.tensor([0]), "NaN"),
-        (torch.tensor([[0.5, 0.5]]), torch.tensor([2]), "classes from 0 to 1"),
+        (torch.tensor([[0.5, 0.5]]), torch.tensor([2]), "must be from 0 to 1; got 2 to 2"),
         (torch.tensor([[0.5, 0.5]]), torch.tensor([0, 1]), "1 whole numbers, one per row"),
         (torch.tensor([[0.5, 0.5]]), torch.tensor([0.0]), "whole numbers"),
         (torch.zeros(0, 3), torch.zeros(0, dtype=torch.long), "b ≥ 1"),

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from ntk_iterncgp.experiments import cli, datasets
-from ntk_iterncgp.experiments.config import ConfigError, DataConfig
+from ntk_iterncgp.experiments.config import DataConfig
+from ntk_iterncgp.experiments.settings import ConfigError
 
 X, Y = np.random.default_rng(0).normal(size=(50, 3)), np.arange(50) % 3
 
@@ -24,7 +25,10 @@ def loaded(path: Path, **settings: Any) -> datasets.Data:
         ({"x": X, "y": np.array(["a", "b", "c"])[Y]}, "The array y in .* must hold real numbers, .* got the kind <U1"),
         ({"x": X + 1j, "y": Y}, "The array x in .* must hold real numbers, .* got the kind complex128"),
         ({"x": 1.0, "y": 1.0}, "The array x in .* got a single number"),
-        ({"x": X, "y": 10**6 * Y}, "must be the numbers of the classes, from 0 to 99999; got 2000000. Number the"),
+        (
+            {"x": X, "y": 10**6 * Y},
+            "must be the numbers of the classes, from 0 to 99999; got 2000000. Try numbers from 0",
+        ),
     ],
 )
 def test_arrays_that_are_no_data_are_refused_in_a_sentence(

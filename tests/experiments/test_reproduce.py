@@ -16,7 +16,6 @@ import torch
 import yaml
 
 from ntk_iterncgp.experiments import cli
-from ntk_iterncgp.experiments.config import ConfigError
 from ntk_iterncgp.experiments.reproduce import EXPERIMENTS, main
 from ntk_iterncgp.experiments.reproduce.beliefs import in_between, moments, start, without_recycling
 from ntk_iterncgp.experiments.reproduce.binary import draw
@@ -24,6 +23,7 @@ from ntk_iterncgp.experiments.reproduce.outcome import Claim, Outcome
 from ntk_iterncgp.experiments.reproduce.papers import papers_newton
 from ntk_iterncgp.experiments.reproduce.runner import experiment
 from ntk_iterncgp.experiments.reproduce.settings import load
+from ntk_iterncgp.experiments.settings import ConfigError
 from ntk_iterncgp.solver import NewtonOptions, Stopping, newton, resolve_policy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,23 +102,26 @@ def assert_written(run: Ran, figures: list[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["poisson", "--set", "num_redraw=3"], "no setting 'num_redraw'; did you mean 'num_redraws'?"),
-        (["policies", "--set", "zzz=3"], "no setting 'zzz'; its settings are seed, num_data"),
-        (["policies", "--set", "iterations=3"], "iterations expects a list"),
-        (["policies", "--set", "num_data=many"], "num_data expects a whole number, but got 'many'"),
-        (["policies", "--set", "num_data=0"], "num_data expects a whole number of at least 1, but got 0"),
-        (["policies", "--set", "outputscale=-1"], "outputscale expects a finite number above 0, but got -1.0"),
-        (["poisson", "--set", "lengthscale=0"], "lengthscale expects a finite number above 0, but got 0.0"),
-        (["poisson", "--set", "outputscale=1e30"], "Rates are expected to stay below e^30, but one is e^"),
-        (["compression", "--set", "residual_tol=1"], "residual_tol expects a share from 0 to below 1, but got 1.0"),
-        (["policies", "--set", "resolution=1"], "resolution expects a whole number of at least 2, but got 1"),
-        (["policies", "--set", "num_data=5"], "iterations expects at most as many as there are data (5), but got 19"),
-        (["policies", "--set", "iterations=[1, 101]"], "as many as there are data (100), but got 101"),
-        (["visual-abstract", "--set", "num_data=5"], "iterations_per_step expects at most as many as there are data"),
-        (["pseudo-targets", "--set", "num_newton_steps=1"], "num_newton_steps expects a whole number of at least 2"),
-        (["policies", "--set", "seed"], "--set expects key=value"),
-        (["policies", "--n", "10"], "--n is not for 'policies'"),
-        (["policies", "--config", "nowhere.yaml"], "Cannot read the configuration 'nowhere.yaml'"),
+        (
+            ["poisson", "--set", "num_redraw=3"],
+            "A setting must be one that there is; got 'num_redraw'. Try 'num_redraws'.",
+        ),
+        (["policies", "--set", "zzz=3"], "got 'zzz'. Try one of seed, num_data"),
+        (["policies", "--set", "iterations=3"], "iterations must be a list; got 3."),
+        (["policies", "--set", "num_data=many"], "num_data must be a whole number; got 'many'"),
+        (["policies", "--set", "num_data=0"], "num_data must be a whole number of at least 1; got 0"),
+        (["policies", "--set", "outputscale=-1"], "outputscale must be a finite number above 0; got -1.0"),
+        (["poisson", "--set", "lengthscale=0"], "lengthscale must be a finite number above 0; got 0.0"),
+        (["poisson", "--set", "outputscale=1e30"], "All rates must be below e^30; got e^"),
+        (["compression", "--set", "residual_tol=1"], "residual_tol must be a fraction from 0 to below 1; got 1.0"),
+        (["policies", "--set", "resolution=1"], "resolution must be a whole number of at least 2; got 1"),
+        (["policies", "--set", "num_data=5"], "iterations must be at most the number of data, 5; got 19"),
+        (["policies", "--set", "iterations=[1, 101]"], "the number of data, 100; got 101"),
+        (["visual-abstract", "--set", "num_data=5"], "iterations_per_step must be at most the number of data, 5; got"),
+        (["pseudo-targets", "--set", "num_newton_steps=1"], "num_newton_steps must be a whole number of at least 2"),
+        (["policies", "--set", "seed"], "--set must be given as key=value"),
+        (["policies", "--n", "10"], "--n must be left out for 'policies', whose size is fixed; got 10."),
+        (["policies", "--config", "nowhere.yaml"], "'nowhere.yaml' must be a file that can be read"),
     ],
 )
 def test_what_cannot_be_right_is_one_sentence_and_exit_code_2(
@@ -193,7 +196,7 @@ def test_the_command_line_has_the_last_word_and_quick_the_first(tmp_path: Path) 
     file.write_text("resolution: 11\nnum_data: 60\n", encoding="utf-8")
     settings = load(kind, quick=True, path=file, changes={"num_data": 70, "iterations": [2, 3]})
     assert (settings.resolution, settings.num_data, settings.iterations) == (11, 70, (2, 3))
-    with pytest.raises(ConfigError, match="did you mean 'resolution'"):
+    with pytest.raises(ConfigError, match="Try 'resolution'"):
         load(kind, quick=False, changes={"resolutions": 3})
 
 

@@ -165,8 +165,8 @@ def test_a_table_of_targets_is_fitted_predicted_and_evaluated(
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ("1,2\n3,nan\n4,5\n", "is expected to hold finite numbers, but holds NaN or infinity. Remove those rows."),
-        ("1,2\n", "one y for each of at least two x, but holds 1 x and 1 y."),
+        ("1,2\n3,nan\n4,5\n", "must hold finite numbers; got NaN or infinity. Try without those rows."),
+        ("1,2\n", "one y for each of at least two x; got 1 x and 1 y."),
     ],
 )
 def test_a_table_that_cannot_be_learnt_from_is_refused_in_a_sentence(
@@ -187,4 +187,4 @@ def test_real_targets_without_the_task_are_met_with_advice(
     np.savez(tmp_path / "real.npz", x=np.zeros((5, 2)), y=np.linspace(0, 1, 5))
     arguments = [str(table / "run.yaml"), *sets(f"data.train={tmp_path / 'real.npz'}", "data.task=classification")]
     assert cli.main(["fit", *arguments, "--output-dir", str(tmp_path / "out")]) == 2
-    assert "whole numbers from 0, but are not. For real targets set data.task=regression." in capsys.readouterr().err
+    assert "must be whole numbers from 0; got others. Try data.task=regression" in capsys.readouterr().err

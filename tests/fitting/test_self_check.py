@@ -32,7 +32,12 @@ NUM_DATA = 150  # more than the rows that are looked at
 
 def make_gp(actions: str = "joint", likelihood: likelihoods.Likelihood | None = None, **settings: Any) -> Any:
     likelihood = likelihoods.Softmax(3) if likelihood is None else likelihood
-    return NonConjugateGP(kernels.Matern32(0.7, 2.0), likelihood, actions=actions, **{"max_products": 15, **settings})
+    return NonConjugateGP(
+        kernels.Matern32(0.7, 2.0),
+        likelihood,
+        actions=actions,
+        **{"policy": "curvature_residual", **({"max_products": 15, **settings})},
+    )
 
 
 def data(dtype: torch.dtype = torch.float64, num_classes: int = 3) -> tuple[Tensor, Tensor]:

@@ -92,7 +92,7 @@ def test_with_little_noise_the_evidence_is_bounded_from_both_sides(noise: float,
     kernel, X, x = Matern12(0.3), inputs(300, 1, 0), inputs(50, 1, 1, spread=1.4)
     likelihood, y = observed("gaussian", X, noise, 0)
     with computing_in(inside):
-        gp = NonConjugateGP(kernel, likelihood, max_products=products).fit(X, y)
+        gp = NonConjugateGP(kernel, likelihood, max_products=products, policy="curvature_residual").fit(X, y)
         gp.refine(max(1, products - gp.report_.num_products))
     state, K = gp.posterior_.state, dense(kernel, 1, X, X)
     exact, evidence = exact_evidence("gaussian", state, K, y, noise), gp.log_evidence()
@@ -106,7 +106,9 @@ def test_with_little_noise_the_evidence_is_bounded_from_both_sides(noise: float,
     found = variances(gp, x)
     assert bool((found >= truth * (1 - 1e-5)).all())
     if inside == "float64":
-        double = NonConjugateGP(kernel, likelihood, max_products=products).fit(X.double(), y.double())
+        double = NonConjugateGP(kernel, likelihood, max_products=products, policy="curvature_residual").fit(
+            X.double(), y.double()
+        )
         double.refine(max(1, products - double.report_.num_products))
         torch.testing.assert_close(found, variances(double, x.double()), rtol=1e-5, atol=0)
         assert evidence.lower == pytest.approx(double.log_evidence().lower, rel=1e-9)
@@ -181,8 +183,8 @@ def test_a_fit_in_float32_is_that_of_float64(kernel: str, num_data: int, log_noi
     noise, k = 10**log_noise, KERNELS[kernel]
     X, x = inputs(num_data, 2, seed), inputs(20, 2, seed + 1)
     likelihood, y = observed("gaussian", X, noise, seed)
-    single = NonConjugateGP(k, likelihood, max_products=50).fit(X, y)
-    double = NonConjugateGP(k, likelihood, max_products=50).fit(X.double(), y.double())
+    single = NonConjugateGP(k, likelihood, max_products=50, policy="curvature_residual").fit(X, y)
+    double = NonConjugateGP(k, likelihood, max_products=50, policy="curvature_residual").fit(X.double(), y.double())
     for found, expected in zip(single.latent(x), double.latent(x.double()), strict=True):
         assert found.dtype == torch.float32
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-9)
@@ -221,11 +223,11 @@ def test_a_network_in_float32_gives_features_in_float64_and_stays_as_it_was() ->
     network = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.BatchNorm1d(8)).eval()
     X = inputs(40, 2, 0)
     likelihood, y = observed("gaussian", X, 1e-4, 0)
-    gp = NonConjugateGP(Deep(network, RBF(1.0)), likelihood).fit(X, y)
+    gp = NonConjugateGP(Deep(network, RBF(1.0)), likelihood, policy="curvature_residual").fit(X, y)
     assert all(p.dtype == torch.float32 for p in network.parameters())
     assert gp.latent(X)[1].dtype == torch.float32 and gp.posterior_.prior.dtype == torch.float64
     features = network.double()(X.double()).detach()
-    exact = NonConjugateGP(RBF(1.0), likelihood).fit(features, y.double())
+    exact = NonConjugateGP(RBF(1.0), likelihood, policy="curvature_residual").fit(features, y.double())
     torch.testing.assert_close(gp.latent(X)[1].double(), exact.latent(features)[1], rtol=1e-5, atol=0)
 
 
@@ -254,9 +256,9 @@ class OnlyFloat32(Kernel):
 def test_a_kernel_that_takes_nothing_but_float32_gets_it() -> None:
     X, x = inputs(30, 2, 0), inputs(5, 2, 1)
     likelihood, y = observed("gaussian", X, 0.1, 0)
-    gp = NonConjugateGP(OnlyFloat32(), likelihood).fit(X, y)
+    gp = NonConjugateGP(OnlyFloat32(), likelihood, policy="curvature_residual").fit(X, y)
     features = [z.double() @ OnlyFloat32().weights.double() for z in (X, x)]
-    exact = NonConjugateGP(RBF(0.5), likelihood).fit(features[0], y.double())
+    exact = NonConjugateGP(RBF(0.5), likelihood, policy="curvature_residual").fit(features[0], y.double())
     torch.testing.assert_close(gp.latent(x)[1].double(), exact.latent(features[1])[1], rtol=1e-3, atol=1e-6)
 
 
@@ -267,8 +269,8 @@ def test_gradients_flow_back_to_float32_inputs(actions: str, inside: str) -> Non
     likelihood, y = observed("softmax", X, 1.0, 0)
     settings: dict[str, Any] = dict(actions=actions, max_products=6)
     with computing_in(inside):
-        gp = NonConjugateGP(Matern52(0.5), likelihood, **settings).fit(X, y)
-    double = NonConjugateGP(Matern52(0.5), likelihood, **settings).fit(X.double(), y)
+        gp = NonConjugateGP(Matern52(0.5), likelihood, **{"policy": "curvature_residual"} | settings).fit(X, y)
+    double = NonConjugateGP(Matern52(0.5), likelihood, **{"policy": "curvature_residual"} | settings).fit(X.double(), y)
     gradients = []
     for posterior, at in ((gp, x), (double, x.double())):
         leaf = at.clone().requires_grad_()

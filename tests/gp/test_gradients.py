@@ -62,7 +62,7 @@ def gradients_agree(function: Callable[[Tensor], Tensor]) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_moments_have_the_gradients_of_finite_differences(kernel: str, name: str) -> None:
     likelihood, y = LIKELIHOODS[name]
-    gp = NonConjugateGP(KERNELS[kernel], likelihood, max_products=8).fit(X, y)
+    gp = NonConjugateGP(KERNELS[kernel], likelihood, max_products=8, policy="curvature_residual").fit(X, y)
     gradients_agree(lambda at: gp.latent(at)[0])
     gradients_agree(lambda at: gp.latent(at)[1])
     gradients_agree(lambda at: gp.latent(at, joint=True)[0])
@@ -75,9 +75,11 @@ def test_so_have_predictions_however_actions_are_stored(name: str, actions: str)
     likelihood, y = LIKELIHOODS[name]
     if actions == "a kernel each":
         kernels = [RBF(0.8), Matern32(0.5), Matern52(1.0)][: likelihood.num_outputs]
-        gp = NonConjugateGP(kernels, likelihood, max_products=8).fit(X, y)
+        gp = NonConjugateGP(kernels, likelihood, max_products=8, policy="curvature_residual").fit(X, y)
     else:
-        gp = NonConjugateGP(RBF(0.8), likelihood, actions=actions, max_products=8).fit(X, y)
+        gp = NonConjugateGP(RBF(0.8), likelihood, actions=actions, max_products=8, policy="curvature_residual").fit(
+            X, y
+        )
     gradients_agree(lambda at: gp.latent(at)[1])
     gradients_agree(lambda at: gp.latent(at, joint=True)[1])
     gradients_agree(lambda at: gp.predict(at))
@@ -88,8 +90,10 @@ def test_so_have_predictions_however_actions_are_stored(name: str, actions: str)
 def test_inputs_by_the_thousand_have_gradients_too() -> None:
     """Where k(x, X) is not written out but multiplied by tiles."""
     likelihood, y = LIKELIHOODS["bernoulli"]
-    gp = NonConjugateGP(Matern32(0.8), likelihood, max_products=8, chunk_bytes=4000).fit(X, y)
-    whole = NonConjugateGP(Matern32(0.8), likelihood, max_products=8).fit(X, y)
+    gp = NonConjugateGP(Matern32(0.8), likelihood, max_products=8, chunk_bytes=4000, policy="curvature_residual").fit(
+        X, y
+    )
+    whole = NonConjugateGP(Matern32(0.8), likelihood, max_products=8, policy="curvature_residual").fit(X, y)
     gradients = []
     for posterior in (gp, whole):
         leaf = torch.cat([x] * 50).requires_grad_()
@@ -99,6 +103,6 @@ def test_inputs_by_the_thousand_have_gradients_too() -> None:
 
 def test_the_inputs_may_ask_for_a_gradient_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
     likelihood, y = LIKELIHOODS["gaussian"]
-    gp = NonConjugateGP(RBF(0.8), likelihood, max_products=8).fit(X, y)
+    gp = NonConjugateGP(RBF(0.8), likelihood, max_products=8, policy="curvature_residual").fit(X, y)
     gp.latent(x.clone().requires_grad_())[1].sum().backward()
     assert not [str(w.message) for w in recwarn]

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ntk_iterncgp import NonConjugateGP, kernels, likelihoods
-from ntk_iterncgp.gp.optimize import climb, elbo_at, hyperparameters
+from ntk_iterncgp.gp.elbo import climb, elbo_at
+from ntk_iterncgp.gp.hyperparameters import hyperparameters
 from ntk_iterncgp.kernels import RBF, Kernel, Matern32
 from ntk_iterncgp.posterior.function_space import Posterior
 from ntk_iterncgp.solver import State, resolve_policy
@@ -40,7 +41,7 @@ def problem(
 def fitted(name: str, kernel: Kernel | list[Kernel], num_data: int = 40, **settings: Any) -> NonConjugateGP:
     X, y, likelihood = problem(name, num_data, Matern32(0.3, 2.0))
     settings = {"max_products": 200, "products_per_step": 20, "newton_tol": 1e-8} | settings
-    return NonConjugateGP(kernel, likelihood, **settings).fit(X, y)
+    return NonConjugateGP(kernel, likelihood, **{"policy": "curvature_residual"} | settings).fit(X, y)
 
 
 @pytest.mark.parametrize("actions", ["joint", "kronecker"])
@@ -98,7 +99,9 @@ def searched(name: str, num_data: int, truth: Matern32, seed: int, **settings: A
     if name == "gaussian":
         likelihood = likelihoods.Gaussian(5 * NOISE)
     start = Matern32(2.5 * truth.lengthscale, 0.3 * truth.outputscale)
-    return NonConjugateGP(start, likelihood, **settings).optimize(X, y, max_steps=6, tolerance=0.05)
+    return NonConjugateGP(start, likelihood, **{"policy": "curvature_residual"} | settings).optimize(
+        X, y, max_steps=6, tolerance=0.05
+    )
 
 
 @pytest.mark.parametrize(
@@ -147,7 +150,9 @@ def test_with_a_gaussian_likelihood_it_finds_where_the_exact_evidence_is_greates
 
 def test_what_is_fixed_stays_and_each_output_has_its_own() -> None:
     X, y, likelihood = problem("softmax", 40, Matern32(0.2, 4.0))
-    gp = NonConjugateGP([Matern32(0.5), RBF(0.5), Matern32(0.5)], likelihood, max_products=40)
+    gp = NonConjugateGP(
+        [Matern32(0.5), RBF(0.5), Matern32(0.5)], likelihood, max_products=40, policy="curvature_residual"
+    )
     gp.optimize(X, y, max_steps=1, fixed=["1.lengthscale"])
     assert gp.optimization_ is not None
     found = gp.optimization_.hyperparameters
@@ -184,7 +189,7 @@ def test_an_interrupt_between_fits_keeps_the_last_and_one_before_any_changes_not
         raise KeyboardInterrupt
 
     X, y, likelihood = problem("poisson", 20, Matern32(0.2))
-    gp = NonConjugateGP(RBF(0.5), likelihood, max_products=20)
+    gp = NonConjugateGP(RBF(0.5), likelihood, max_products=20, policy="curvature_residual")
     with monkeypatch.context() as patch:
         patch.setattr("ntk_iterncgp.posterior.function_space.Posterior.elbo", interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -197,7 +202,7 @@ def test_an_interrupt_between_fits_keeps_the_last_and_one_before_any_changes_not
 
 def test_wrong_requests_are_refused_before_any_fit() -> None:
     X, y, likelihood = problem("poisson", 10, Matern32(0.2))
-    gp = NonConjugateGP(kernels.RBF(0.5), likelihood)
+    gp = NonConjugateGP(kernels.RBF(0.5), likelihood, policy="curvature_residual")
     with pytest.raises(ValueError, match=r"`fixed` must hold names among \['lengthscale', 'outputscale'\]; got"):
         gp.optimize(X, y, fixed=["noise"])
     with pytest.raises(ValueError, match="`fixed` must leave something to optimise; got all of"):
@@ -217,6 +222,8 @@ def test_wrong_requests_are_refused_before_any_fit() -> None:
 def test_a_hyperparameter_given_as_a_trainable_tensor_is_not_trained_by_a_fit() -> None:
     lengthscale = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
     X, y, likelihood = problem("poisson", 20, Matern32(0.2))
-    gp = NonConjugateGP(RBF(lengthscale), likelihood, max_products=20).optimize(X, y, max_steps=1)
+    gp = NonConjugateGP(RBF(lengthscale), likelihood, max_products=20, policy="curvature_residual").optimize(
+        X, y, max_steps=1
+    )
     assert lengthscale.item() == 0.5 and lengthscale.grad is None
     assert gp.kernels[0].hyperparameters()["lengthscale"].item() != 0.5

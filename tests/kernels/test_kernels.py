@@ -390,26 +390,24 @@ def peak_of_new_memory() -> Iterator[Callable[[], int]]:
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 @pytest.mark.parametrize("kind", STATIONARY)
 def test_a_scale_that_is_not_positive_is_refused(kind: type[Stationary], value: float, name: str) -> None:
-    with pytest.raises(
-        ValueError, match=re.escape(f"Expected {name} to be positive and finite, but it holds {value}.")
-    ):
+    with pytest.raises(ValueError, match=re.escape(f"{name} must be positive and finite; got {value}.")):
         kind(**{name: value})
 
 
 def test_one_wrong_lengthscale_among_many_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Expected lengthscale to be positive and finite, but it holds -2\.0\."):
+    with pytest.raises(ValueError, match=r"lengthscale must be positive and finite; got -2\.0\."):
         RBF([1.0, -2.0, 3.0])
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (1, 1), (0,)])
 def test_a_lengthscale_with_a_wrong_shape_is_refused(shape: tuple[int, ...]) -> None:
-    message = f"one number or a 1-D list of one number per input dimension, but its shape is {shape}."
+    message = f"one number or a 1-D list of one number per input dimension; got the shape {shape}."
     with pytest.raises(ValueError, match=re.escape(message)):
         RBF(torch.ones(shape))
 
 
 def test_more_than_one_outputscale_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Expected outputscale to be one number, but its shape is \(2,\)\."):
+    with pytest.raises(ValueError, match=r"outputscale must be one number; got the shape \(2,\)\."):
         RBF(1.0, torch.ones(2))
 
 
@@ -417,12 +415,12 @@ def test_more_than_one_outputscale_is_refused() -> None:
     ("value", "came"), [("long", "str"), (None, "NoneType"), (True, "torch.bool"), (1j, "torch.complex64")]
 )
 def test_a_lengthscale_that_is_no_number_is_refused(value: Any, came: str) -> None:
-    with pytest.raises(TypeError, match=f"Expected lengthscale to be a positive number, but got {came}"):
+    with pytest.raises(TypeError, match=f"lengthscale must be a positive number; got {came}"):
         RBF(value)
 
 
 def test_inputs_of_different_dimension_are_refused() -> None:
-    message = "must have the same number of coordinates, but X1 has 2 and X2 has 3. Give both with the same columns."
+    message = "`X1` and `X2` must have the same number of coordinates; got 2 and 3. Try the same columns."
     with pytest.raises(ValueError, match=re.escape(message)):
         RBF()(draw(4, 2), draw(4, 3))
 
@@ -431,9 +429,7 @@ def test_inputs_of_different_dimension_are_refused() -> None:
     "kernel", [RBF([1.0, 2.0, 3.0]), RBF() + Matern12([1.0, 2.0, 3.0]), 2.0 * RBF([1.0, 2.0, 3.0])]
 )
 def test_inputs_that_do_not_fit_the_lengthscales_are_refused(kernel: Kernel) -> None:
-    message = (
-        r"The kernel has 3 per-dimension lengthscales, but {} has 2 coordinates\. Give one lengthscale per coordinate"
-    )
+    message = r"`{}` must have 3 coordinates, one for each lengthscale; got 2\. Try one lengthscale per coordinate"
     with pytest.raises(ValueError, match=message.format("X1")):
         kernel(draw(4, 2), draw(4, 2))
     with pytest.raises(ValueError, match=message.format("X2")):
@@ -443,13 +439,13 @@ def test_inputs_that_do_not_fit_the_lengthscales_are_refused(kernel: Kernel) -> 
 
 
 def test_inputs_of_different_dtype_are_refused() -> None:
-    message = "must have the same dtype, but X1 is torch.float64 and X2 is torch.float32. Convert one of them"
+    message = "`X1` and `X2` must have the same dtype; got torch.float64 and torch.float32. Try .to(dtype)."
     with pytest.raises(TypeError, match=re.escape(message)):
         RBF()(draw(4, 2), draw(4, 2).float())
 
 
 def test_inputs_on_different_devices_are_refused() -> None:
-    message = "must be on the same device, but X1 is on cpu and X2 is on meta. Move one of them with .to(device)."
+    message = "`X1` and `X2` must be on the same device; got cpu and meta. Try .to(device)."
     with pytest.raises(ValueError, match=re.escape(message)):
         RBF()(draw(4, 2), draw(4, 2).to("meta"))
 
@@ -457,41 +453,39 @@ def test_inputs_on_different_devices_are_refused() -> None:
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float16, torch.bfloat16])
 def test_inputs_that_are_not_float32_or_float64_are_refused(dtype: torch.dtype) -> None:
     X = torch.ones(4, 2, dtype=dtype)
-    message = rf"Expected X1 to be float32 or float64, but its dtype is {dtype}\. Convert it with \.float\(\)"
+    message = rf"`X1` must be float32 or float64; got {dtype}\. Try \.float\(\)"
     with pytest.raises(TypeError, match=message):
         RBF()(X, X)
-    with pytest.raises(TypeError, match="Expected X to be float32 or float64"):
+    with pytest.raises(TypeError, match="`X` must be float32 or float64"):
         RBF().diagonal(X)
 
 
 def test_inputs_that_are_not_matrices_are_refused() -> None:
-    message = r"Expected X1 to have shape \(points, coordinates\), but its shape is \(4,\)\. .*X\[:, None\]"
+    message = r"`X1` must have the shape \(points, coordinates\); got \(4,\)\. .*X\[:, None\]"
     with pytest.raises(ValueError, match=message):
         RBF()(draw(4), draw(4))
     not_a_tensor: Any = [[1.0]]
-    with pytest.raises(TypeError, match=r"Expected X1 to be a torch\.Tensor, but got list\. Use torch\.as_tensor\."):
+    with pytest.raises(TypeError, match=r"`X1` must be a torch\.Tensor; got list\. Try torch\.as_tensor\."):
         RBF()(not_a_tensor, draw(4, 1))
 
 
 def test_kernels_combine_only_with_what_makes_sense() -> None:
     anything: Any = 1.0
-    with pytest.raises(TypeError, match="A kernel can be added only to a kernel, but came with float"):
+    with pytest.raises(TypeError, match="The other summand must be a kernel; got float"):
         RBF() + anything
     text: Any = "two"
-    with pytest.raises(TypeError, match="multiplied only by a kernel or by a positive number, but came with str"):
+    with pytest.raises(TypeError, match="must be a kernel or a positive number; got str"):
         RBF() * text
-    with pytest.raises(
-        ValueError, match=r"Expected the factor of a kernel to be positive and finite, but it holds -2\.0"
-    ):
+    with pytest.raises(ValueError, match=r"the factor of a kernel must be positive and finite; got -2\.0"):
         -2.0 * RBF()
-    with pytest.raises(ValueError, match=r"Expected the factor of a kernel to be one number, but its shape is \(2,\)"):
+    with pytest.raises(ValueError, match=r"the factor of a kernel must be one number; got the shape \(2,\)"):
         Scaled(torch.ones(2), RBF())
-    with pytest.raises(TypeError, match="Sum expected one or more kernels, but came with nothing"):
+    with pytest.raises(TypeError, match="Sum must be made of one or more kernels; got nothing"):
         Sum()
-    with pytest.raises(TypeError, match="Product expected one or more kernels, but came with RBF, float"):
+    with pytest.raises(TypeError, match="Product must be made of one or more kernels; got RBF, float"):
         Product(RBF(), anything)
     with pytest.raises(
-        ValueError, match=r"Sum expected kernels for inputs of one dimension, .* for \[2, 3\] coordinates"
+        ValueError, match=r"Sum must be made of kernels for inputs of one dimension; got lengthscales for \[2, 3\]"
     ):
         RBF([1.0, 2.0]) + RBF([1.0, 2.0, 3.0])
 
@@ -499,17 +493,17 @@ def test_kernels_combine_only_with_what_makes_sense() -> None:
 def test_a_product_with_a_matrix_that_does_not_fit_is_refused() -> None:
     X = draw(4, 2)
     for shape in [(3, 1), (4,)]:
-        message = f"Expected V to have shape (4, columns), one row per row of X2, but its shape is {shape}."
+        message = f"`V` must have the shape (4, columns), one row per row of X2; got {shape}."
         with pytest.raises(ValueError, match=re.escape(message)):
             kernel_matmul(RBF(), X, X, draw(*shape))
     with pytest.raises(
-        TypeError, match=r"X2 and V must have the same dtype, but X2 is torch\.float64 and V is torch\.float32"
+        TypeError, match=r"`X2` and `V` must have the same dtype; got torch\.float64 and torch\.float32"
     ):
         kernel_matmul(RBF(), X, X, draw(4, 1).float())
     text: Any = "V"
-    with pytest.raises(TypeError, match=r"Expected V to be a torch\.Tensor, but got str"):
+    with pytest.raises(TypeError, match=r"`V` must be a torch\.Tensor; got str"):
         kernel_matmul(RBF(), X, X, text)
-    with pytest.raises(ValueError, match="X1 has 2 and X2 has 3"):
+    with pytest.raises(ValueError, match="number of coordinates; got 2 and 3"):
         kernel_matmul(RBF(), X, draw(4, 3), draw(4, 1))
-    with pytest.raises(ValueError, match="Expected chunk_bytes to be a positive number of bytes, but got 0"):
+    with pytest.raises(ValueError, match="`chunk_bytes` must be a positive number of bytes; got 0"):
         kernel_matmul(RBF(), X, X, draw(4, 1), chunk_bytes=0)

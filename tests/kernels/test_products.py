@@ -390,7 +390,7 @@ def test_without_a_compiler_the_plain_path_is_taken_and_one_warning_says_what_is
     assert matrix.reason.startswith("torch.compile lacks a C++ compiler (g++ is not on the path")
     close(matrix @ V, RBF()(X, X) @ V)
     close(kernel_matmul(RBF(0.1), X, X, V, method="sparse", tolerance=0.0), RBF(0.1)(X, X) @ V)
-    with pytest.raises(ValueError, match=r"method='fused' expects a C\+\+ compiler .* Use method='plain' or 'auto'"):
+    with pytest.raises(ValueError, match=r"method='fused' must have a C\+\+ compiler .* Try method='plain' or 'auto'"):
         KernelMatrix(RBF(), X, method="fused")
 
 
@@ -446,14 +446,14 @@ def test_neither_keops_nor_the_compiler_is_loaded_before_it_is_needed() -> None:
 
 def test_a_method_or_tolerance_that_makes_no_sense_is_refused() -> None:
     X = draw(5, 2)
-    with pytest.raises(ValueError, match=r"method expects one of 'auto', 'plain', .* but got 'fast'\."):
+    with pytest.raises(ValueError, match=r"`method` must be one of 'auto', 'plain', .*; got 'fast'\."):
         KernelMatrix(RBF(), X, method="fast")
     for tolerance in (-1e-6, 1.0, float("nan"), "nonsense", [0.1]):
-        with pytest.raises(ValueError, match="tolerance expects a share of the outputscale from 0 to below 1, but got"):
+        with pytest.raises(ValueError, match="`tolerance` must be a fraction from 0 to below 1; got"):
             KernelMatrix(RBF(), X, tolerance=tolerance)
-    with pytest.raises(ValueError, match=r"expects a kernel that is a formula of distances, but Flat\(\) is not"):
+    with pytest.raises(ValueError, match=r"must be a formula of distances .*; got Flat\(\)\."):
         KernelMatrix(Flat(), X, method="gemm")
-    with pytest.raises(ValueError, match=r"expects a kernel that falls with distance, but Wave.* does not say so"):
+    with pytest.raises(ValueError, match=r"must fall with distance .*; got Wave"):
         KernelMatrix(Wave(), X, method="sparse")
 
 

@@ -215,7 +215,7 @@ def test_a_loader_with_no_data_is_refused(subset: str) -> None:
 def test_labels_outside_the_classes_are_refused(offset: int, found: str, subset: str) -> None:
     x, _ = next(iter(MLP.loader(num_data=6, batch_size=6)))
     loader = DataLoader(TensorDataset(x, torch.tensor([0, 1, 2, 0, 1, 2]) + offset), batch_size=3)
-    with pytest.raises(ValueError, match=rf"expects whole-number labels from 0 to 2.*{found}"):
+    with pytest.raises(ValueError, match=rf"must be whole numbers from 0 to 2.*{found}"):
         unfitted(MLP, subset).fit(loader)
 
 
@@ -223,7 +223,7 @@ def test_labels_outside_the_classes_are_refused(offset: int, found: str, subset:
 def test_targets_of_another_shape_are_refused(subset: str) -> None:
     x, _ = next(iter(SEVERAL.loader(num_data=6, batch_size=6)))
     loader = DataLoader(TensorDataset(x, torch.zeros(6, 3)), batch_size=3)
-    with pytest.raises(ValueError, match=r"2 output\(s\) expects y of shape \(N, 2\), but got \(6, 3\)"):
+    with pytest.raises(ValueError, match=r"shape \(N, 2\) for Gaussian with 2 output\(s\); got \(6, 3\)"):
         unfitted(SEVERAL, subset).fit(loader)
     with pytest.raises(ValueError, match="one target for each of the 6 training inputs; got 12"):
         unfitted(MLP, subset).fit([(x, torch.zeros(12, dtype=torch.long))])

@@ -152,15 +152,11 @@ def test_what_is_no_saved_posterior_is_refused() -> None:
             unfitted(MLP, subset).load_state_dict(MLP.model().state_dict())
 
 
-def test_a_posterior_in_another_precision_is_refused_or_predicts(tmp_path: Path) -> None:
+def test_a_posterior_is_loaded_in_another_precision_and_predicts_the_same(tmp_path: Path) -> None:
     saved = save_and_load(fitted(MLP, num_actions=4), tmp_path)
     other = unfitted(MLP, dtype=torch.float32)
-    try:
-        other.load_state_dict(saved)
-    except ValueError as refusal:
-        assert "float" in str(refusal)
-    else:
-        close(other(MLP.new_inputs(torch.float32)), fitted(MLP, num_actions=4)(MLP.new_inputs()), 1e-4)
+    other.load_state_dict(saved)
+    close(other(MLP.new_inputs(torch.float32)), fitted(MLP, num_actions=4)(MLP.new_inputs()), 1e-6)
 
 
 def test_nothing_can_be_saved_before_a_fit() -> None:

@@ -56,7 +56,7 @@ def test_the_link_is_deterministic_and_leaves_random_numbers_alone() -> None:
     close(first.sum(1), torch.ones(len(x), dtype=torch.float64), 1e-12)
     close(la(x[2:3], link_approx="quasi"), first[2:3], 1e-12)
     assert not torch.equal(la(x, link_approx="quasi", n_samples=64), first)
-    with pytest.raises(ValueError, match=r"`n_samples` must be .* got 0"):
+    with pytest.raises(ValueError, match=r"`n_samples` must be .*; got 0"):
         la(x, link_approx="quasi", n_samples=0)
 
 

@@ -203,7 +203,7 @@ def test_what_is_not_offered_is_refused(flavour: str) -> None:
         with pytest.raises(ValueError):
             Laplace(model, likelihood, flavour, "iterncgp").fit(DataLoader(TensorDataset(sequences, targets), 3))
     one_output = Problem("regression", 1).model()
-    with pytest.raises(ValueError, match="A network needs one output for each class"):
+    with pytest.raises(ValueError, match="`num_classes` must be a whole number of at least two; got 1"):
         Laplace(one_output, "classification", flavour, "iterncgp").fit(CLASSIFICATION.loader())
     with pytest.raises(ValueError, match="`override` must be True"):
         Laplace(model, "classification", flavour, "iterncgp").fit(CLASSIFICATION.loader(), override=False)

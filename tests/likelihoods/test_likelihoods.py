@@ -275,20 +275,20 @@ def test_the_score_of_a_decided_point_keeps_its_relative_accuracy() -> None:
 @pytest.mark.parametrize(
     ("likelihood", "targets", "sentence"),
     [
-        (Bernoulli(), [0, 1, 2], r"Bernoulli likelihood expects labels 0 and 1.* y\[2\] = 2"),
-        (Bernoulli(), [-1, 1], r"labels 0 and 1\. Encode the two classes as 0 and 1.* y\[0\] = -1"),
+        (Bernoulli(), [0, 1, 2], r"must be labels 0 and 1 for Bernoulli; got y\[2\] = 2"),
+        (Bernoulli(), [-1, 1], r"labels 0 and 1 .*; got y\[0\] = -1"),
         (Bernoulli(), [0.0, 0.5], r"labels 0 and 1.* y\[1\] = 0\.5"),
-        (Bernoulli(), [[0, 1], [1, 0]], r"Bernoulli .* shape \(N,\), each 0 or 1, but got shape \(2, 2\)"),
-        (Poisson(), [3, -2], r"Poisson .* expects counts .* no negative .* y\[1\] = -2"),
-        (Poisson(), [0.5, 1.0], r"no fractional numbers\. .* y\[0\] = 0\.5"),
-        (Poisson(), [[1, 2]], r"Poisson .* shape \(N,\), each a count, but got shape \(1, 2\)"),
-        (Softmax(3), [0, 1, 3], r"Softmax\(3\) expects whole-number labels from 0 to 2.* y\[2\] = 3"),
-        (Softmax(3), [0, -1], r"labels from 0 to 2\. Relabel the classes from 0, .* y\[1\] = -1"),
-        (Softmax(3), [0.0, 1.5], r"whole-number labels.* y\[1\] = 1\.5"),
-        (Softmax(3), [[0, 1, 0]], r"Softmax .* shape \(N,\), each a class label, but got shape \(1, 3\)"),
-        (Gaussian(0.1), [[0.0, 1.0]], r"1 output\(s\) expects y of shape \(N, 1\) or \(N,\), but got \(1, 2\)"),
-        (Gaussian(0.1, 2), [0.0, 1.0], r"2 output\(s\) expects y of shape \(N, 2\), but got \(2, 1\)"),
-        (Gaussian(0.1, 2), [[[0.0, 1.0]]], r"\(N, 2\), but got \(1, 1, 2\)\. The network"),
+        (Bernoulli(), [[0, 1], [1, 0]], r"shape \(N,\) for Bernoulli, each 0 or 1; got \(2, 2\)"),
+        (Poisson(), [3, -2], r"must be counts .* for Poisson, no negative .*; got y\[1\] = -2"),
+        (Poisson(), [0.5, 1.0], r"no fractional numbers; got y\[0\] = 0\.5"),
+        (Poisson(), [[1, 2]], r"shape \(N,\) for Poisson, each a count; got \(1, 2\)"),
+        (Softmax(3), [0, 1, 3], r"must be whole numbers from 0 to 2 for Softmax\(3\); got y\[2\] = 3"),
+        (Softmax(3), [0, -1], r"from 0 to 2 .*; got y\[1\] = -1\. Try"),
+        (Softmax(3), [0.0, 1.5], r"whole numbers .*; got y\[1\] = 1\.5"),
+        (Softmax(3), [[0, 1, 0]], r"shape \(N,\) for Softmax, each a class label; got \(1, 3\)"),
+        (Gaussian(0.1), [[0.0, 1.0]], r"shape \(N, 1\) or \(N,\) for Gaussian with 1 output\(s\); got \(1, 2\)"),
+        (Gaussian(0.1, 2), [0.0, 1.0], r"shape \(N, 2\) for Gaussian with 2 output\(s\); got \(2, 1\)"),
+        (Gaussian(0.1, 2), [[[0.0, 1.0]]], r"\(N, 2\) .*; got \(1, 1, 2\)\. Try a network"),
     ],
 )
 def test_unfit_targets_get_a_sentence_that_names_the_first_of_them(
@@ -314,24 +314,26 @@ def test_truth_values_are_good_labels() -> None:
 
 @pytest.mark.parametrize("num_classes", [1, 0, -3])
 def test_softmax_with_fewer_than_two_classes_is_refused(num_classes: int) -> None:
-    with pytest.raises(ValueError, match=rf"at least two classes, but got {num_classes}\. .* use Bernoulli\(\)"):
+    with pytest.raises(ValueError, match=rf"at least two; got {num_classes}\. Try Bernoulli\(\)"):
         Softmax(num_classes)
 
 
 @pytest.mark.parametrize("make", [lambda: Softmax(2.5), lambda: Gaussian(0.1, num_outputs=1.5)])  # type: ignore[arg-type]
 def test_a_fractional_number_of_outputs_is_refused(make) -> None:
-    with pytest.raises((TypeError, ValueError), match=r"expects .* but got .*\.5"):
+    with pytest.raises((TypeError, ValueError), match=r"must be .*; got .*\.5"):
         make()
 
 
 @pytest.mark.parametrize("noise", [0.0, -1.0, math.nan, math.inf])
 def test_a_noise_that_is_not_positive_and_finite_is_refused(noise: float) -> None:
-    with pytest.raises(ValueError, match=rf"positive, finite noise variance, but got {noise}\. Pass for instance"):
+    with pytest.raises(
+        ValueError, match=rf"`noise` must be a positive, finite variance; got {noise}\. Try noise=0\.01"
+    ):
         Gaussian(noise)
 
 
 def test_a_gaussian_without_outputs_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one output, but got num_outputs=0"):
+    with pytest.raises(ValueError, match="`num_outputs` must be a whole number of at least one; got 0"):
         Gaussian(0.1, num_outputs=0)
 
 

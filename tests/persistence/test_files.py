@@ -26,8 +26,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ntk_iterncgp import Checkpoint
-from ntk_iterncgp.experiments.config import ConfigError
 from ntk_iterncgp.experiments.runs.predict import columns_of, restore
+from ntk_iterncgp.experiments.settings import ConfigError
 from ntk_iterncgp.persistence import checkpoint, files
 from ntk_iterncgp.persistence.files import FileError, load_posterior, write_tensors
 from tests import kept_runs

@@ -253,7 +253,7 @@ def test_an_unknown_link_gets_a_sentence() -> None:
 @pytest.mark.parametrize("num_samples", [0, -1])
 def test_fewer_than_one_sample_gets_a_sentence(link: str, num_samples: int) -> None:
     mean, covariance, _ = correlated(2, 3)
-    with pytest.raises(ValueError, match=rf"`samples` must be .* got {num_samples}"):
+    with pytest.raises(ValueError, match=rf"samples` must be .*; got {num_samples}"):
         expected_response(Softmax(3), mean, covariance, link=link, num_samples=num_samples)
 
 

@@ -224,7 +224,9 @@ def test_refine_is_refused_too_and_leaves_the_fit(policy: str, monkeypatch: pyte
 @pytest.mark.parametrize("settings", [{}, {"max_rank": 9}, {"actions": "kronecker"}], ids=str)
 def test_a_gp_that_cannot_fit_is_refused(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     X, y = torch.randn(30, 2, generator=torch.Generator().manual_seed(0)), torch.arange(30) % 3
-    gp = NonConjugateGP(kernels.RBF(1.0), likelihoods.Softmax(3), max_products=5, **settings)
+    gp = NonConjugateGP(
+        kernels.RBF(1.0), likelihoods.Softmax(3), max_products=5, **{"policy": "curvature_residual"} | settings
+    )
     asked: list[int] = []
     monkeypatch.setattr(gp_checks, "available_bytes", lambda device: asked.append(1))  # None: nobody knows
     gp.fit(X, y)

@@ -66,7 +66,7 @@ def test_counts_up_to_a_million_converge_to_the_mode(level: float, outputscale: 
     X, f, generator = data(100)
     y = torch.poisson(level * f.exp(), generator=generator)
     kernel = Matern32(0.3, outputscale)
-    gp = NonConjugateGP(kernel, likelihoods.Poisson()).fit(X, y)
+    gp = NonConjugateGP(kernel, likelihoods.Poisson(), policy="curvature_residual").fit(X, y)
     error = error_of_mean(gp, kernel, "poisson", X, y, torch.linspace(-0.1, 1.1, 30, dtype=torch.float64)[:, None])
     assert gp.report_.status == "converged" and error < 0.1
 
@@ -75,7 +75,7 @@ def test_counts_up_to_a_million_converge_to_the_mode(level: float, outputscale: 
 def test_without_the_products_that_it_takes_a_mean_is_not_called_converged(level: float) -> None:
     X, f, generator = data(100)
     y = torch.poisson(level * f.exp(), generator=generator)
-    gp = NonConjugateGP(Matern32(0.3), likelihoods.Poisson(), max_products=30).fit(X, y)
+    gp = NonConjugateGP(Matern32(0.3), likelihoods.Poisson(), max_products=30, policy="curvature_residual").fit(X, y)
     assert gp.report_.status in ("budget", "newton_steps")
     assert error_of_mean(gp, Matern32(0.3), "poisson", X, y, X[:1]) > 0.1
     gp.refine(70)
@@ -122,7 +122,7 @@ def test_the_newton_decrement_bounds_the_next_exact_step_at_every_point(name: st
             assert float(((exact - there).abs() / deviation).max()) <= bound * (1 + 1e-4) + 1e-4
         checked.append(state.newton_decrement)
 
-    NonConjugateGP(kernel, likelihood, max_products=40).fit(X, y, callback=check)
+    NonConjugateGP(kernel, likelihood, max_products=40, policy="curvature_residual").fit(X, y, callback=check)
     assert max(checked) > 1 and min(checked) < 0.1
 
 
@@ -130,7 +130,7 @@ def test_a_converged_regression_says_how_far_its_variance_is() -> None:
     X, f, generator = data(300)
     y = f + 0.1 * torch.randn(300, generator=generator, dtype=torch.float64)
     kernel, noise = Matern12(0.3), 0.01
-    gp = NonConjugateGP(kernel, likelihoods.Gaussian(noise)).fit(X, y)
+    gp = NonConjugateGP(kernel, likelihoods.Gaussian(noise), policy="curvature_residual").fit(X, y)
     K = kernel(X, X)
     exact = (K - K @ torch.linalg.solve(K + noise * torch.eye(300, dtype=torch.float64), K)).diagonal()
     report, ratio = gp.report_, float(gp.latent(X)[1].sum() / exact.sum())
@@ -146,7 +146,7 @@ def test_a_converged_regression_says_how_far_its_variance_is() -> None:
 
 def test_without_any_action_the_ratio_is_still_an_upper_bound() -> None:
     X, _, _ = data(40)
-    gp = NonConjugateGP(RBF(0.3), likelihoods.Gaussian(0.1)).fit(X, torch.zeros(40))
+    gp = NonConjugateGP(RBF(0.3), likelihoods.Gaussian(0.1), policy="curvature_residual").fit(X, torch.zeros(40))
     K = RBF(0.3)(X, X)
     exact = (K - K @ torch.linalg.solve(K + 0.1 * torch.eye(40, dtype=torch.float64), K)).diagonal()
     assert gp.report_.rank == 0 and gp.report_.variance_ratio is not None

@@ -143,6 +143,7 @@ def test_binary_classification_agrees_with_scikit_learn() -> None:
         max_products=500,
         products_per_step=60,
         newton_tol=1e-10,
+        policy="curvature_residual",
     ).fit(X, y)
     mean, _ = gp.latent(x)
     torch.testing.assert_close(mean[:, 0], latent_mean, rtol=0, atol=1e-6)

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from ntk_iterncgp.experiments.config import ConfigError, DataConfig
+from ntk_iterncgp.experiments.config import DataConfig
 from ntk_iterncgp.experiments.datasets.base import Data, Scaling, chosen_of, from_arrays, labels_of
 from ntk_iterncgp.experiments.datasets.known import DIGIT_NAMES, KNOWN, data_root, digits, known
 from ntk_iterncgp.experiments.datasets.own import image_folders, inputs_for, user_arrays
-from ntk_iterncgp.experiments.settings import nearest
+from ntk_iterncgp.experiments.settings import ConfigError, require_choice
 
 __all__ = ["Data", "Scaling", "chosen_of", "data_root", "inputs_for", "labels_of", "load"]
 
@@ -35,6 +35,7 @@ NAMES = ("digits", *KNOWN, "image_folder", "arrays")
 
 def load(config: DataConfig, *, seed: int) -> Data:
     """Everything a run needs, limited as the settings say."""
+    require_choice("data.name", config.name, NAMES)
     if config.name == "digits":
         data = from_arrays(*digits(seed), Scaling((0.3053,), (0.3762,)), DIGIT_NAMES)
     elif config.name in KNOWN:
@@ -42,20 +43,16 @@ def load(config: DataConfig, *, seed: int) -> Data:
         data = from_arrays(known(config.name, True, config), known(config.name, False, config), scaling, names)
     elif config.name == "arrays":
         data = user_arrays(config, seed)
-    elif config.name == "image_folder":
-        data = image_folders(config, seed)
     else:
-        near = nearest(config.name, NAMES)
-        hint = f"; did you mean '{near}'?" if near else "."
-        raise ConfigError(f"data.name expects one of {', '.join(NAMES)}, but got '{config.name}'{hint}")
+        data = image_folders(config, seed)
     train, test = _limited(data.train, config.train_limit, seed), _limited(data.test, config.test_limit, seed)
     if len(train) < 2 or len(test) < 1:  # type: ignore[arg-type]
         raise ConfigError(
-            f"data.name '{config.name}' expects at least two inputs to learn from and one to be tested on, but got "
-            f"{len(train)} and {len(test)}."  # type: ignore[arg-type]
+            f"data.name '{config.name}' must have at least two inputs to learn from and one to be tested on; got "
+            f"{len(train)} and {len(test)}. Try more data."  # type: ignore[arg-type]
         )
     if data.task == "classification" and data.num_outputs < 2:
-        raise ConfigError(f"data.name '{config.name}' expects inputs of at least two classes, but got one class.")
+        raise ConfigError(f"data.name '{config.name}' must have at least two classes; got one. Try other labels.")
     data = replace(data, train=train, test=test)
     ood = {name: _limited(_other(name, data, config, seed), config.ood_limit, seed) for name in config.ood}
     return replace(data, ood=ood)
@@ -68,17 +65,17 @@ def _other(name: str, data: Data, config: DataConfig, seed: int) -> Dataset[Any]
     }
     if name in changes:
         if len(data.input_shape) != 3:
-            raise ConfigError(f"data.ood '{name}' expects images, but the inputs have the shape {data.input_shape}.")
+            raise ConfigError(
+                f"data.ood '{name}' must be left out where inputs are no images; got {data.input_shape}. Try []."
+            )
         pairs = [data.test[i] for i in range(min(len(data.test), config.ood_limit or len(data.test)))]  # type: ignore[arg-type]
         inputs = torch.stack([x for x, _ in pairs])
         return TensorDataset(changes[name](inputs), torch.zeros(len(inputs), dtype=torch.long))
-    if name not in KNOWN:
-        near = nearest(name, (*KNOWN, *changes))
-        hint = f"; did you mean '{near}'?" if near else "."
-        raise ConfigError(f"data.ood expects names among {', '.join((*changes, *KNOWN))}, but got '{name}'{hint}")
+    require_choice("data.ood", name, (*changes, *KNOWN))
     inputs, labels = known(name, False, config)
     if tuple(inputs.shape[1:]) != data.input_shape:
-        raise ConfigError(f"data.ood '{name}' has inputs of shape {tuple(inputs.shape[1:])}, not {data.input_shape}.")
+        shape = tuple(inputs.shape[1:])
+        raise ConfigError(f"data.ood '{name}' must have inputs of shape {data.input_shape}; got {shape}. Try 'noise'.")
     return TensorDataset(data.scaling.apply(inputs), labels)
 
 

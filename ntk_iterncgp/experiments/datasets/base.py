@@ -23,9 +23,11 @@ class Scaling:
     std: tuple[float, ...]
 
     def apply(self, inputs: Tensor) -> Tensor:  # (b, channels, side, side) or (b, d)
+        """(x − mean) / std."""
         return (inputs - self._like(self.mean, inputs)) / self._like(self.std, inputs)
 
     def undo(self, inputs: Tensor) -> Tensor:
+        """std · x + mean."""
         return inputs * self._like(self.std, inputs) + self._like(self.mean, inputs)
 
     @staticmethod
@@ -48,10 +50,12 @@ class Data:
 
     @property
     def num_outputs(self) -> int:
+        """The number of classes, or 1 for real targets."""
         return len(self.class_names) if self.target_scaling is None else 1
 
     @property
     def task(self) -> str:
+        """Classification or regression, as in the settings."""
         return "classification" if self.target_scaling is None else "regression"
 
     def put_aside(self, count: int, source: str, seed: int) -> Data:
@@ -62,7 +66,8 @@ class Data:
         size = len(data)  # type: ignore[arg-type]
         if size - count < 2:
             raise ConfigError(
-                f"data.held_out expects at least two inputs fewer than the {size} of the {source} set, but got {count}."
+                f"data.held_out must be at least two inputs fewer than the {size} of the {source} set; got "
+                f"{count}. Try null."
             )
         order = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
         rest = chosen_of(data, order[count:].sort().values)
@@ -74,6 +79,7 @@ Arrays = tuple[Tensor, Tensor]  # inputs in [0, 1] (N, channels, side, side) or 
 
 
 def from_arrays(train: Arrays, test: Arrays, scaling: Scaling, names: tuple[str, ...]) -> Data:
+    """Make data of inputs and labels that are in memory."""
     parts = [TensorDataset(scaling.apply(x), y) for x, y in (train, test)]
     return Data(parts[0], parts[1], scaling, names, tuple(train[0].shape[1:]))
 
@@ -95,4 +101,5 @@ def labels_of(data: Dataset[Any]) -> Tensor:  # (N,), or (N, 1)
 
 
 def line(error: BaseException) -> str:
+    """Return the first line of an error message, shortened."""
     return (str(error).partition("\n")[0] or type(error).__name__)[:120]

@@ -14,8 +14,9 @@ import torch
 import torchvision
 from torch import Tensor
 
-from ntk_iterncgp.experiments.config import ConfigError, DataConfig
+from ntk_iterncgp.experiments.config import DataConfig
 from ntk_iterncgp.experiments.datasets.base import Arrays, Scaling, line
+from ntk_iterncgp.experiments.settings import ConfigError
 
 # Folder under the root, torchvision's class, mean and standard deviation of each channel, names of the classes.
 DIGIT_NAMES = tuple(map(str, range(10)))
@@ -46,6 +47,7 @@ IDX_FILES = {
 
 
 def data_root(config: DataConfig) -> Path:
+    """Return the folder of data sets: data.root, NTK_ITERNCGP_DATA or data/."""
     return Path(config.root or os.environ.get("NTK_ITERNCGP_DATA") or "data")
 
 
@@ -85,8 +87,8 @@ def known(name: str, train: bool, config: DataConfig) -> Arrays:
         where = next((text for end, text in files_needed.items() if folder and folder.endswith(end)), None)
         where = where or f"train_32x32.mat and test_32x32.mat into '{root}'"
         raise ConfigError(
-            f"{class_name} is not under '{root}' and cannot be downloaded ({line(error)}). Put {where}, or name "
-            "another folder with data.root or the environment variable NTK_ITERNCGP_DATA."
+            f"{class_name} must be under '{root}' or be downloadable; got: {line(error).rstrip('.')}. Try to put "
+            f"{where}, or another folder in data.root or the environment variable NTK_ITERNCGP_DATA."
         ) from error
     images, labels = (
         torch.as_tensor(np.asarray(raw.data)),
@@ -113,7 +115,7 @@ def read_idx(path: Path) -> Tensor:
         shape = struct.unpack(f">{ndim}I", content[4 : 4 + 4 * ndim])
         return torch.from_numpy(np.frombuffer(content, np.uint8, offset=4 + 4 * ndim).reshape(shape).copy())
     except (OSError, EOFError, ValueError, IndexError, struct.error, zlib.error) as error:
-        raise ConfigError(f"'{path}' is damaged ({line(error)}); get it again.") from error
+        raise ConfigError(f"'{path}' must be whole; got: {line(error).rstrip('.')}. Try to get it again.") from error
 
 
 def _read_cifar(folder: Path, train: bool) -> Arrays | None:
@@ -128,7 +130,9 @@ def _read_cifar(folder: Path, train: bool) -> Arrays | None:
     for file in files:
         raw = np.fromfile(file, dtype=np.uint8)
         if raw.size == 0 or raw.size % (3072 + head):
-            raise ConfigError(f"'{file}' is damaged: {raw.size} bytes are no multiple of {3072 + head}; get it again.")
+            raise ConfigError(
+                f"'{file}' must be a multiple of {3072 + head} bytes; got {raw.size}. Try to get it again."
+            )
         parts.append(raw.reshape(-1, 3072 + head))
     rows = np.concatenate(parts)
     images = torch.from_numpy(rows[:, head:].reshape(-1, 3, 32, 32).copy()).float() / 255

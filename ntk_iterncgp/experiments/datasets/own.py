@@ -14,8 +14,9 @@ import torchvision
 from torch import Tensor
 from torch.utils.data import Subset
 
-from ntk_iterncgp.experiments.config import ConfigError, DataConfig
+from ntk_iterncgp.experiments.config import DataConfig
 from ntk_iterncgp.experiments.datasets.base import Arrays, Data, Scaling, from_arrays, line
+from ntk_iterncgp.experiments.settings import ConfigError
 
 MOST_CLASSES = 100_000  # a larger label is no number of a class
 
@@ -24,46 +25,49 @@ def inputs_for(path: Path, scaling: Scaling, input_shape: tuple[int, ...]) -> Te
     """New inputs from an .npz, .npy, .csv or image file, or a folder of images, scaled as in the fit."""
     suffix = path.suffix.lower()
     if not path.exists():
-        raise ConfigError(f"There is no file '{path}' to predict for; --input expects .npz, .npy, .csv or images.")
+        raise ConfigError(f"--input must be a file that exists; got '{path}'. Try an .npz, .npy, .csv or image.")
     if path.is_dir() or suffix in (".png", ".jpg", ".jpeg", ".bmp"):
         files = sorted(path.glob("*.*")) if path.is_dir() else [path]
         raw: Any = [
             _image(file, input_shape) for file in files if file.suffix.lower() in (".png", ".jpg", ".jpeg", ".bmp")
         ]
         if not raw:
-            raise ConfigError(f"The folder '{path}' is expected to hold images (.png, .jpg, .bmp), but holds none.")
+            raise ConfigError(f"The folder '{path}' must hold images; got none. Try .png, .jpg or .bmp.")
         inputs = torch.stack(raw)
     elif suffix not in (".csv", ".npz", ".npy"):
-        raise ConfigError(f"'{path}' must be an .npz with x, an .npy, a .csv or an image, by its name.")
+        raise ConfigError(
+            f"'{path}' must be an .npz with x, an .npy, a .csv or an image; got '{suffix}'. Try another name."
+        )
     elif suffix == ".csv":
         inputs = _read_csv(path, last_is_label=None, num_inputs=math.prod(input_shape))[0]
     else:
         inputs = _read_numpy(path, need_labels=False)[0]
     if len(inputs) == 0 or not bool(inputs.isfinite().all()):
         what = "none" if len(inputs) == 0 else "NaN or infinity"
-        raise ConfigError(f"'{path}' is expected to hold inputs of finite numbers, but holds {what}.")
+        raise ConfigError(f"'{path}' must hold inputs of finite numbers; got {what}. Try without those rows.")
     if inputs[0].numel() != math.prod(input_shape):
         raise ConfigError(
-            f"'{path}' is expected to hold inputs of shape {input_shape}, as in the fit, but holds "
-            f"{tuple(inputs.shape[1:])}."
+            f"'{path}' must hold inputs of shape {input_shape}, as in the fit; got {tuple(inputs.shape[1:])}. Try to "
+            "reshape them."
         )
     return scaling.apply(inputs.reshape(-1, *input_shape))
 
 
 def user_arrays(config: DataConfig, seed: int) -> Data:
+    """Read data.train and data.test; without the latter a fifth of the former is held out."""
     x, y = _read_arrays(config.train, "data.train", config.task)
     if config.test is not None:
         test = _read_arrays(config.test, "data.test", config.task)
     elif len(y) < 3:
-        raise ConfigError(f"'{config.train}' expects three x, one of them to be tested on, or others in data.test.")
+        raise ConfigError(f"'{config.train}' must hold three x, one to be tested on; got {len(y)}. Try a data.test.")
     else:
         chosen = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
         held_out = chosen[: max(1, len(y) // 5)]
         test, (x, y) = (x[held_out], y[held_out]), (x[chosen[len(held_out) :]], y[chosen[len(held_out) :]])
     if x.shape[1:] != test[0].shape[1:]:
         raise ConfigError(
-            f"Test inputs are expected to have the shape of training inputs, {tuple(x.shape[1:])}, but have "
-            f"{tuple(test[0].shape[1:])}."
+            f"Test inputs must have the shape of training inputs, {tuple(x.shape[1:])}; got "
+            f"{tuple(test[0].shape[1:])}. Try another data.test."
         )
     dims = [0, *range(2, x.ndim)]
     std = x.std(dims).clamp_min(1e-6)
@@ -78,31 +82,33 @@ def user_arrays(config: DataConfig, seed: int) -> Data:
 
 def _read_arrays(name: str | None, setting: str, task: str) -> Arrays:
     if name is None:
-        raise ConfigError(f"data.name 'arrays' expects a file in {setting}: an .npz with x and y, or a .csv.")
+        raise ConfigError(
+            f"{setting} must be a file where data.name is 'arrays'; got null. Try an .npz with x and y, or a .csv."
+        )
     path = Path(name)
     if not path.exists():
-        raise ConfigError(f"There is no file '{path}'; {setting} expects an .npz with x and y, or a .csv.")
+        raise ConfigError(f"{setting} must be a file that exists; got '{path}'. Try an .npz with x and y, or a .csv.")
     inputs, labels = _read(path)
     assert labels is not None
     if len(labels) != len(inputs) or len(labels) < 2:
         raise ConfigError(
-            f"'{path}' is expected to hold one y for each of at least two x, but holds {len(inputs)} x and "
-            f"{len(labels)} y."
+            f"'{path}' must hold one y for each of at least two x; got {len(inputs)} x and {len(labels)} y. Try to "
+            "drop the rest."
         )
     if not bool(inputs.isfinite().all() and labels.isfinite().all()):
-        raise ConfigError(f"'{path}' is expected to hold finite numbers, but holds NaN or infinity. Remove those rows.")
+        raise ConfigError(f"'{path}' must hold finite numbers; got NaN or infinity. Try without those rows.")
     if task == "regression":
         return inputs, labels.double()
     whole = labels.long()
     if not torch.equal(whole.to(labels), labels) or int(whole.min()) < 0:
         raise ConfigError(
-            f"The labels in '{path}' are expected to be whole numbers from 0, but are not. For real targets set "
-            "data.task=regression."
+            f"The labels in '{path}' must be whole numbers from 0; got others. Try data.task=regression for real "
+            "targets."
         )
     if int(whole.max()) >= MOST_CLASSES:
         raise ConfigError(
             f"The labels in '{path}' must be the numbers of the classes, from 0 to {MOST_CLASSES - 1}; got "
-            f"{int(whole.max())}. Number the classes from 0 without gaps."
+            f"{int(whole.max())}. Try numbers from 0 without gaps."
         )
     return inputs, whole
 
@@ -112,7 +118,7 @@ def _read(path: Path) -> tuple[Tensor, Tensor | None]:
     if path.suffix.lower() == ".csv":
         return _read_csv(path, last_is_label=True)
     if path.suffix.lower() not in (".npz", ".npy"):
-        raise ConfigError(f"'{path}' must be an .npz with x and y, or a .csv whose last column is y, by its name.")
+        raise ConfigError(f"'{path}' must be an .npz with x and y, or a .csv; got '{path.suffix}'. Try another name.")
     return _read_numpy(path, need_labels=True)
 
 
@@ -121,10 +127,13 @@ def _read_numpy(path: Path, *, need_labels: bool) -> tuple[Tensor, Tensor | None
         content: Any = np.load(path, allow_pickle=False)
         arrays = {"x": content} if isinstance(content, np.ndarray) else {key: content[key] for key in content.files}
     except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise ConfigError(f"'{path}' is not an .npz or .npy file of numbers ({line(error)}).") from error
+        raise ConfigError(
+            f"'{path}' must be an .npz or .npy file of numbers; got: {line(error).rstrip('.')}. Try numpy.savez."
+        ) from error
     if "x" not in arrays or (need_labels and "y" not in arrays):
         wanted = "x and y" if need_labels else "x"
-        raise ConfigError(f"'{path}' is expected to hold the arrays {wanted}, but holds {', '.join(arrays) or 'none'}.")
+        found = ", ".join(arrays) or "none"
+        raise ConfigError(f"'{path}' must hold the arrays {wanted}; got {found}. Try np.savez(path, x=x, y=y).")
     x = _numbers(path, "x", arrays["x"])
     x = x.float() / 255 if x.dtype == torch.uint8 else x.float()
     x = x[:, None] if x.ndim in (1, 3) else x  # one column, or images of one channel
@@ -134,7 +143,10 @@ def _read_numpy(path: Path, *, need_labels: bool) -> tuple[Tensor, Tensor | None
 def _numbers(path: Path, name: str, array: Any) -> Tensor:
     if array.dtype.kind not in "buif" or array.ndim == 0:
         what = "a single number" if array.ndim == 0 else f"the kind {array.dtype}"
-        raise ConfigError(f"The array {name} in '{path}' must hold real numbers, a row for each datum; got {what}.")
+        raise ConfigError(
+            f"The array {name} in '{path}' must hold real numbers, a row for each datum; got {what}. Try "
+            "x.astype(float)."
+        )
     return torch.as_tensor(array)
 
 
@@ -148,8 +160,10 @@ def _one_each(path: Path, y: Tensor) -> Tensor:  # (N,) or (N, 1) -> (N,)
 
 
 def _read_csv(path: Path, *, last_is_label: bool | None, num_inputs: int = 0) -> tuple[Tensor, Tensor | None]:
-    """Numbers with commas, quoted or not, with or without a line of headings. `None`: a label is there if there is a
-    column for it."""
+    """Numbers with commas, quoted or not, with or without a line of headings.
+
+    `None`: a label is there if there is a column for it.
+    """
     try:
         with path.open(encoding="utf-8-sig") as file:  # spreadsheets mark their files as UTF-8
             first = file.readline()
@@ -157,15 +171,18 @@ def _read_csv(path: Path, *, last_is_label: bool | None, num_inputs: int = 0) ->
         how: dict[str, Any] = {"delimiter": ",", "quotechar": '"', "encoding": "utf-8-sig", "ndmin": 2}
         table = np.loadtxt(path, skiprows=int(heading), dtype=np.float64, **how)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"'{path}' is expected to hold numbers with commas between them ({line(error)}).") from error
+        raise ConfigError(
+            f"'{path}' must hold numbers with commas between; got: {line(error).rstrip('.')}. Try without a header."
+        ) from error
     if table.size == 0:
-        raise ConfigError(f"'{path}' is expected to hold numbers, but is empty.")
+        raise ConfigError(f"'{path}' must hold numbers; got an empty file. Try a line for each input.")
     labelled = table.shape[1] == num_inputs + 1 if last_is_label is None else last_is_label
     values = torch.from_numpy(table)
     return (values[:, :-1].float(), values[:, -1]) if labelled else (values.float(), None)
 
 
 def image_folders(config: DataConfig, seed: int) -> Data:
+    """Open folders of images, one per class; without data.test a fifth is held out."""
     scaling = Scaling((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     steps = [
         torchvision.transforms.Resize(config.image_size),
@@ -179,7 +196,7 @@ def image_folders(config: DataConfig, seed: int) -> Data:
             return _Images(str(name), torchvision.transforms.Compose(steps), classes)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise ConfigError(
-                f"{setting} expects a folder with a folder of images per class, but got '{name}'."
+                f"{setting} must be a folder with a folder of images per class; got '{name}'. Try another one."
             ) from error
 
     train = opened(config.train, "data.train")
@@ -191,7 +208,7 @@ def image_folders(config: DataConfig, seed: int) -> Data:
     return Data(Subset(train, chosen[fifth:]), Subset(train, chosen[:fifth]), scaling, names, shape)
 
 
-class _Images(torchvision.datasets.ImageFolder):
+class _Images(torchvision.datasets.ImageFolder):  # type: ignore[misc]  # torchvision has no types
     """A folder of images with the labels of given classes: of itself it would number those that it happens to have."""
 
     def __init__(self, root: str, transform: Any, given: tuple[str, ...] | None) -> None:
@@ -205,8 +222,8 @@ class _Images(torchvision.datasets.ImageFolder):
         unknown = sorted(set(found) - set(self.given))
         if unknown:
             raise ConfigError(
-                f"data.test expects folders that are called like those in data.train, but '{directory}' has "
-                f"{', '.join(unknown[:3])}{' …' if len(unknown) > 3 else ''} besides."
+                f"data.test must have folders called like those in data.train; got {', '.join(unknown[:3])}"
+                f"{' …' if len(unknown) > 3 else ''} besides, in '{directory}'. Try to rename them."
             )
         return list(self.given), {name: label for label, name in enumerate(self.given)}
 
@@ -219,5 +236,7 @@ def _image(path: Path, input_shape: tuple[int, ...]) -> Tensor:  # (channels, si
             scaled = image.convert("L" if input_shape[0] == 1 else "RGB").resize((input_shape[2], input_shape[1]))
             pixels = torch.as_tensor(np.array(scaled), dtype=torch.float32) / 255
     except (OSError, UnidentifiedImageError) as error:
-        raise ConfigError(f"'{path}' is not an image that can be read ({line(error)}).") from error
+        raise ConfigError(
+            f"'{path}' must be an image that can be read; got: {line(error).rstrip('.')}. Try without it."
+        ) from error
     return pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)

@@ -50,7 +50,7 @@ class Baseline(ABC):
     def __init__(
         self,
         model: nn.Module,
-        loader: DataLoader,
+        loader: DataLoader[Any],
         settings: EvaluateConfig,
         seed: int,
         grid: Tensor,
@@ -65,18 +65,20 @@ class Baseline(ABC):
             self._fit(model, loader)
 
     def see(self, rows: DenseRows) -> None:
+        """Take in the rows of J at some of the inputs."""
         self.outputs.append(rows.outputs.detach())
         self.seen.append(self._keep(rows))
 
     @abstractmethod
-    def _fit(self, model: nn.Module, loader: DataLoader) -> None: ...
+    def _fit(self, model: nn.Module, loader: DataLoader[Any]) -> None: ...
 
     @abstractmethod
     def _keep(self, rows: DenseRows) -> Tensor:
         """What predictions need of these inputs."""
 
     @abstractmethod
-    def family(self, start: float, num_samples: int) -> Family: ...
+    def family(self, start: float, num_samples: int) -> Family:
+        """Return the predictions at all inputs seen, as a function of the prior precision."""
 
 
 class _InEigenbasis(Baseline):
@@ -96,9 +98,11 @@ class _InEigenbasis(Baseline):
 
 @final
 class LastLayer(_InEigenbasis):
+    """The full Laplace posterior of the last layer, by laplace-torch."""
+
     label = "last layer (laplace-torch)"
 
-    def _fit(self, model: nn.Module, loader: DataLoader) -> None:
+    def _fit(self, model: nn.Module, loader: DataLoader[Any]) -> None:
         la = _fitted("last_layer", "full", model, self.progress.counted(loader))
         values, vectors = torch.linalg.eigh(la.H.double())
         self.basis, self.eigenvalues = vectors.to(la.H.dtype), values
@@ -116,9 +120,11 @@ class LastLayer(_InEigenbasis):
 
 @final
 class Exact(_InEigenbasis):
+    """The linearised Laplace posterior of all weights, from the whole P×P GGN."""
+
     label = "exact linearised Laplace"
 
-    def _fit(self, model: nn.Module, loader: DataLoader) -> None:
+    def _fit(self, model: nn.Module, loader: DataLoader[Any]) -> None:
         jacobian = Jacobian(model)
         if jacobian.num_params > self.settings.exact_limit:
             raise Unavailable(f"{jacobian.num_params:,} weights are more than evaluate.exact_limit.")
@@ -133,9 +139,11 @@ class Exact(_InEigenbasis):
 
 @final
 class Ella(_InEigenbasis):
+    """ELLA: eigenfunctions of the NTK from a random subset, by laplace-torch."""
+
     label = "ELLA (laplace-torch)"
 
-    def _fit(self, model: nn.Module, loader: DataLoader) -> None:
+    def _fit(self, model: nn.Module, loader: DataLoader[Any]) -> None:
         size = min(self.settings.ella_size, len(loader.dataset))  # type: ignore[arg-type]
         la = ELLA(deepcopy(model), "classification", size, min(self.settings.ella_rank, size), seed=self.seed)
         try:
@@ -149,9 +157,11 @@ class Ella(_InEigenbasis):
 
 @final
 class Kfac(Baseline):
+    """The Kronecker-factored GGN, by laplace-torch."""
+
     label = "KFAC (laplace-torch)"
 
-    def _fit(self, model: nn.Module, loader: DataLoader) -> None:
+    def _fit(self, model: nn.Module, loader: DataLoader[Any]) -> None:
         self.kron = _fitted("all", "kron", model, self.progress.counted(loader)).H
 
     def _keep(self, rows: DenseRows) -> Tensor:  # (g, b, C, C)
@@ -195,18 +205,22 @@ class _Downdating(Baseline):
 
 @final
 class PriorOnly(_Downdating):
+    """Variance k(x, x), without any data."""
+
     label = "prior only"
 
-    def _fit(self, model: nn.Module, loader: DataLoader) -> None:
+    def _fit(self, model: nn.Module, loader: DataLoader[Any]) -> None:
         weights = Jacobian(model).weights()
         self.directions, self.gamma = weights.new_zeros(len(weights), 0), weights.new_zeros(0)
 
 
 @final
 class SubsetOfData(_Downdating):
+    """The posterior of a random subset of the data with diagonal curvature, by laplace-torch."""
+
     label = "subset of data (laplace-torch)"
 
-    def _fit(self, model: nn.Module, loader: DataLoader) -> None:
+    def _fit(self, model: nn.Module, loader: DataLoader[Any]) -> None:
         size = min(self.settings.sod_size, len(loader.dataset))  # type: ignore[arg-type]
         chosen = torch.randperm(len(loader.dataset), generator=torch.Generator().manual_seed(self.seed))[:size]  # type: ignore[arg-type]
         subset = DataLoader(Subset(loader.dataset, chosen.tolist()), loader.batch_size, collate_fn=loader.collate_fn)
@@ -223,9 +237,11 @@ class SubsetOfData(_Downdating):
 
 @final
 class Valla(_Downdating):
+    """VaLLA: inducing inputs trained by the variational objective."""
+
     label = "VaLLA"
 
-    def _fit(self, model: nn.Module, loader: DataLoader) -> None:
+    def _fit(self, model: nn.Module, loader: DataLoader[Any]) -> None:
         settings, size = self.settings, min(self.settings.valla_size, len(loader.dataset))  # type: ignore[arg-type]
         found = fit_valla(
             Jacobian(model),
@@ -252,7 +268,7 @@ BASELINES: dict[str, type[Baseline]] = {
 }
 
 
-def rows_of(jacobian: Jacobian, loader: DataLoader, progress: Progress | None = None) -> Any:
+def rows_of(jacobian: Jacobian, loader: DataLoader[Any], progress: Progress | None = None) -> Any:
     """Rows of J for each part of a loader's data."""
     data, progress = FixedOrderData(loader, device=jacobian.device), progress or Progress()
     progress.start(data.num_items, "data")
@@ -264,7 +280,7 @@ def rows_of(jacobian: Jacobian, loader: DataLoader, progress: Progress | None = 
                 progress.advance(size)
 
 
-def _fitted(subset: str, structure: str, model: nn.Module, loader: DataLoader) -> Any:
+def _fitted(subset: str, structure: str, model: nn.Module, loader: DataLoader[Any]) -> Any:
     try:
         # A copy: finding the last layer, and backends, leave hooks behind.
         la = Laplace(deepcopy(model), "classification", subset_of_weights=subset, hessian_structure=structure)

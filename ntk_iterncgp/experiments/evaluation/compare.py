@@ -32,7 +32,7 @@ from ntk_iterncgp.jacobian.rows import DenseRows
 from ntk_iterncgp.posterior.tuning import ValidationPart
 from ntk_iterncgp.posterior.weight_space import WeightPosterior
 
-LABELS = {"map": "network as it is (MAP)", "temperature": "temperature scaling", "ours": "ours"}
+LABELS = {"map": "network as it is (MAP)", "temperature": "temperature scaling", "ours": "IterNCGP"}
 LABELS |= {name: kind.label for name, kind in BASELINES.items()}
 TEMPERATURES = torch.logspace(-1, 1, 161, dtype=torch.float64)  # steps of 3 %
 
@@ -118,7 +118,7 @@ def compare_network(
     baselines, unavailable = _fit_baselines(model, loader, config, grid, watch, log, all_weights=_is_dense(la))
     sets: dict[str, Dataset[Any]] = {"test": data.test, **data.ood}
     sizes = {name: len(part) for name, part in sets.items()}  # type: ignore[arg-type]
-    everything: DataLoader = DataLoader(ConcatDataset(list(sets.values())), config.data.batch_size)
+    everything: DataLoader[Any] = DataLoader(ConcatDataset(list(sets.values())), config.data.batch_size)
     parts = _seen(la, everything, posteriors, baselines, watch, log)
     outputs = torch.cat([part.outputs for part in parts["ours"]])
     labels = torch.cat([part.targets for part in parts["ours"]])[: sizes["test"]]
@@ -193,7 +193,7 @@ def compare_families(
 
 def _fit_baselines(
     model: nn.Module,
-    loader: DataLoader,
+    loader: DataLoader[Any],
     config: RunConfig,
     grid: Tensor,
     watch: Stopwatch,
@@ -235,7 +235,7 @@ def _is_dense(la: Any) -> bool:
 
 def _seen(
     la: Any,
-    loader: DataLoader,
+    loader: DataLoader[Any],
     posteriors: Mapping[str, WeightPosterior],
     baselines: Mapping[str, Baseline],
     watch: Stopwatch,
@@ -278,7 +278,7 @@ def _result(
 ) -> Result:
     most = len(coarse_places(len(family.grid))) + 4 * len(all_folds)  # values that are tried
     progress.start(most * (1 + isinstance(family, Latent)), "values of its hyperparameter")
-    tuned = crossfit(family, labels, all_folds, "accurate", evaluated=progress.advance)
+    tuned = crossfit(family, labels, all_folds, "quadrature", evaluated=progress.advance)
     p, y = tuned.probabilities.cpu(), labels[tuned.scored]
     probit = None
     if isinstance(family, Latent):
@@ -288,7 +288,7 @@ def _result(
     doubt = _doubt(family, tuned, [score for _, score in all_folds])
     for other, parts in others.items():
         pairs = list(zip(tuned.indices, parts, strict=True))
-        scores = entropy(torch.cat([family.probabilities(i, part, "accurate") for i, part in pairs])).cpu()
+        scores = entropy(torch.cat([family.probabilities(i, part, "quadrature") for i, part in pairs])).cpu()
         by_doubt = by_margin = None
         if doubt is not None:
             by_doubt = ood_metrics(doubt, _doubt(family, tuned, [part for _, part in pairs]))  # type: ignore[arg-type]

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ntk_iterncgp.experiments.config import ConfigError, RunConfig
+from ntk_iterncgp.experiments.config import RunConfig
 from ntk_iterncgp.experiments.evaluation.families import Family
+from ntk_iterncgp.experiments.settings import ConfigError
 
 COARSE = 4
 MOST_VALIDATION = 1000
@@ -37,7 +38,7 @@ class Tuned:
 def folds(protocol: str, num_inputs: int, *, validation_size: int | None, seed: int) -> list[Fold]:
     """Two inputs are scored at least, for an interval of differences; `validation_size` None is half, at most 1000."""
     if num_inputs < 2:
-        raise ConfigError(f"evaluate expects at least two test inputs, but got {num_inputs}. Name more in data.test.")
+        raise ConfigError(f"data.test must hold at least two test inputs; got {num_inputs}. Try a larger file.")
     order = torch.randperm(num_inputs, generator=torch.Generator().manual_seed(seed))
     if protocol == "none":
         return [(order[:0], order.sort().values)]
@@ -45,8 +46,8 @@ def folds(protocol: str, num_inputs: int, *, validation_size: int | None, seed: 
         size = min(MOST_VALIDATION, num_inputs // 2) if validation_size is None else validation_size
         if not 0 < size <= num_inputs - 2:
             raise ConfigError(
-                f"tuning.validation_size expects at least two inputs fewer than the {num_inputs} of the test set, but "
-                f"got {size}."
+                f"tuning.validation_size must be at least two inputs fewer than the {num_inputs} of the test set; got "
+                f"{size}. Try {num_inputs // 2}."
             )
         return [(order[:size].sort().values, order[size:].sort().values)]
     first, second = (part.sort().values for part in order.tensor_split(2))

@@ -51,7 +51,7 @@ def panels(comparison: Comparison, fit: Mapping[str, Any]) -> list[tuple[str, st
         ),
         (
             "Confidence",
-            "The probability of the predicted class on test inputs, ours and the network as it is.",
+            "The probability of the predicted class on test inputs, IterNCGP and the network as it is.",
             lambda axes: _confidence(axes, results),
         ),
         (
@@ -92,6 +92,7 @@ def panels(comparison: Comparison, fit: Mapping[str, Any]) -> list[tuple[str, st
 
 
 def svg(draw: Draw) -> str:
+    """Draw a figure and return it as SVG text."""
     style: Any = {
         "font.size": 9,
         "axes.spines.top": False,
@@ -155,7 +156,7 @@ def _other_panels(name: str, results: Sequence[Result]) -> list[tuple[str, str, 
             (ours.other_scores, "#D55E00", name),
         ):
             axes.hist(scores.numpy(), bins, density=True, alpha=0.55, color=colour, label=label)
-        axes.set(xlabel="entropy of ours (nats)", ylabel="density")
+        axes.set(xlabel="entropy of IterNCGP (nats)", ylabel="density")
         axes.legend()
 
     def roc(axes: Axes) -> None:
@@ -170,12 +171,13 @@ def _other_panels(name: str, results: Sequence[Result]) -> list[tuple[str, str, 
         axes.legend(loc="lower right")
 
     return [
-        (f"Entropy: test and {name}", f"How far {name} inputs are told from test inputs by ours.", histogram),
+        (f"Entropy: test and {name}", f"How far {name} inputs are told from test inputs by IterNCGP.", histogram),
         (f"ROC: {name}", "Rejecting by entropy; the number is the area under the curve.", roc),
     ]
 
 
 def information(axes: Axes, history: Sequence[Mapping[str, Any]]) -> None:
+    """Draw the information captured against the cost."""
     in_epochs = all(record.get("epochs") is not None for record in history)
     cost = [record["epochs"] if in_epochs else record["num_products"] for record in history]
     captured = [100 * record["information_captured"] for record in history]
@@ -195,11 +197,12 @@ def _contraction(axes: Axes, contraction: Mapping[str, Tensor]) -> None:
 
 
 def against_exact(axes: Axes, ratio: Tensor) -> None:
+    """Draw a histogram of our variance over the exact one."""
     axes.axvline(1, color="0.4", linewidth=0.8)
     low, high = min(0.95, float(ratio.min())), float(ratio.max())
     bins = np.geomspace(low, max(high, 1.05), 31).tolist()
     axes.hist(ratio.numpy(), bins, color=STYLES["ours"][0], alpha=0.7)
-    axes.set(xscale="log", xlabel="our variance over the exact one", ylabel="test inputs")
+    axes.set(xscale="log", xlabel="variance over the exact one", ylabel="test inputs")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter("{x:g}")
     axes.tick_params(axis="x", which="minor", labelsize=7, rotation=45)

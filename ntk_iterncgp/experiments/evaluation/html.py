@@ -70,7 +70,7 @@ class Page:
     summary: str  # of what was run, as plain text
     verdict: Sequence[str]
     results: Table
-    others: Table | None  # about inputs of another kind
+    others: Table | None  # about out-of-distribution inputs
     panels: Sequence[tuple[str, str, str]]  # title, one sentence, SVG
     pictures: str  # HTML
     costs: Table
@@ -78,6 +78,7 @@ class Page:
 
 
 def as_html(page: Page, config: RunConfig) -> str:
+    """Return the page as HTML text."""
     missing = [f"{escape(label)}: not available here. {escape(why)}" for label, why in page.results.missing.items()]
     columns = [*page.results.columns, *(page.others.columns if page.others else [])]
     meanings = "".join(f"<dt>{escape(c.heading)}</dt><dd>{escape(c.sentence)}</dd>" for c in columns)
@@ -88,7 +89,7 @@ def as_html(page: Page, config: RunConfig) -> str:
         "<h2>Results</h2>",
         page.results.html(),
         f'<p class="soft">{"<br>".join(missing)}</p>' if missing else "",
-        f"<h2>Inputs of another kind</h2>{page.others.html()}" if page.others else "",
+        f"<h2>Out-of-distribution inputs</h2>{page.others.html()}" if page.others else "",
         f"<details><summary>What the columns mean</summary><dl>{meanings}</dl></details>",
         "<h2>Figures</h2>",
         f'<div class="grid">{"".join(_figure(*panel) for panel in page.panels)}</div>',
@@ -126,6 +127,7 @@ def cost_table(results: Sequence[Any]) -> Table:
 
 
 def cost_note(cost: Mapping[str, Any], rows_seconds: float) -> str:
+    """Say what the numbers of the cost table count, and what the whole run took."""
     rows = f"The rows of J took {rows_seconds:.0f} s, once for all methods, and are counted in each. "
     whole = (
         f"The whole run took {cost['seconds']:.0f} s and {cost['peak_memory_bytes'] / 2**20:,.0f} MiB at its peak, on "

@@ -85,26 +85,28 @@ def _adaptive_ece(probabilities: Tensor, labels: Tensor) -> float:
 def _checked(probabilities: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:  # (b, C), (b,)
     """Two columns or more, each row a distribution, and a label for each row."""
     if not probabilities.is_floating_point():
-        raise TypeError(f"probabilities expects floating-point numbers, but got {probabilities.dtype}.")
+        raise TypeError(f"`probabilities` must be floating-point numbers; got {probabilities.dtype}. Try .float().")
     if probabilities.ndim == 1:
         probabilities = probabilities[:, None]
     if probabilities.ndim != 2 or probabilities.numel() == 0:
-        raise ValueError(f"probabilities expects shape (b, C) with b ≥ 1, but got {tuple(probabilities.shape)}.")
+        shape = tuple(probabilities.shape)
+        raise ValueError(f"`probabilities` must have the shape (b, C) with b ≥ 1; got {shape}. Try flatten(0, -2).")
     if probabilities.shape[1] == 1:
         probabilities = torch.cat([1 - probabilities, probabilities], 1)
     in_range = (probabilities >= -SUM_TOLERANCE) & (probabilities <= 1 + SUM_TOLERANCE)
     sums_to_one = (probabilities.sum(1) - 1).abs() <= SUM_TOLERANCE
     if not bool(in_range.all() and sums_to_one.all()):
         raise ValueError(
-            "probabilities expects rows of numbers from 0 to 1 that add up to 1, but got others (logits, or NaN). "
-            "Apply softmax first."
+            "`probabilities` must be rows of numbers from 0 to 1 that add up to 1; got others (logits, or NaN). Try "
+            "softmax(1)."
         )
     if labels.shape != probabilities.shape[:1] or labels.is_floating_point():
         raise ValueError(
-            f"labels expects {len(probabilities)} whole numbers, one per row of probabilities, but got shape "
-            f"{tuple(labels.shape)} of {labels.dtype}."
+            f"`labels` must be {len(probabilities)} whole numbers, one per row of probabilities; got shape "
+            f"{tuple(labels.shape)} of {labels.dtype}. Try labels.flatten().long()."
         )
     if not bool(((labels >= 0) & (labels < probabilities.shape[1])).all()):
-        raise ValueError(f"labels expects classes from 0 to {probabilities.shape[1] - 1}, but got others.")
+        ends = f"{int(labels.min())} to {int(labels.max())}"
+        raise ValueError(f"`labels` must be from 0 to {probabilities.shape[1] - 1}; got {ends}. Try more columns.")
     # Exactly within [0, 1]: torchmetrics takes anything outside for logits, even by rounding.
     return probabilities.clamp(0, 1), labels.long()

@@ -55,8 +55,8 @@ def _pooled(test_scores: Tensor, other_scores: Tensor) -> tuple[Tensor, Tensor]:
     for name, scores in (("test_scores", test_scores), ("other_scores", other_scores)):
         if scores.ndim != 1 or len(scores) == 0 or not bool(torch.isfinite(scores).all()):
             raise ValueError(
-                f"{name} expects at least one finite number per input, but got shape {tuple(scores.shape)}"
-                f"{' with NaN or infinity' if not bool(torch.isfinite(scores).all()) else ''}."
+                f"{name} must be at least one finite number, one per input; got shape {tuple(scores.shape)}"
+                f"{' with NaN or infinity' if not bool(torch.isfinite(scores).all()) else ''}. Try a vector of scores."
             )
     is_other = torch.cat([torch.zeros_like(test_scores), torch.ones_like(other_scores)]).long()
     return torch.cat([test_scores, other_scores]).double(), is_other

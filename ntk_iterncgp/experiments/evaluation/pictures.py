@@ -29,7 +29,7 @@ def cards(
             _card(probabilities[place], int(labels[place]), pictures[place], class_names) for place in chosen
         )
         parts.append(f'<h2>{heading}</h2><div class="cards" style="--name:{0.3 + 0.52 * room:.1f}em">{shown}</div>')
-    return "".join([*parts, '<p class="soft">Probabilities of ours; the true class in blue.</p>'])
+    return "".join([*parts, '<p class="soft">Probabilities of IterNCGP; the true class in blue.</p>'])
 
 
 def _card(p: Tensor, truth: int, image: Tensor, class_names: Sequence[str]) -> str:

@@ -40,7 +40,7 @@ LABELS = {
     "map": "constant noise (MAP)",
     "prior": "prior only",
     "exact": "exact linearised Laplace",
-    "ours": "ours",
+    "ours": "IterNCGP",
 }
 
 
@@ -121,6 +121,7 @@ class RegressionResult:
 
     @property
     def label(self) -> str:
+        """The name that tables show."""
         return LABELS[self.name]
 
 
@@ -182,9 +183,11 @@ class Units:
     std: float
 
     def value(self, scaled: Tensor) -> Tensor:
+        """From scaled to original units."""
         return scaled * self.std + self.mean
 
     def variance(self, scaled: Tensor) -> Tensor:
+        """From scaled to original units, squared."""
         return scaled * self.std**2
 
 

@@ -20,11 +20,13 @@ MOST_POINTS = 400  # of a scatter plot
 
 
 def results_table(comparison: RegressionComparison) -> Table:
+    """Return the table with the columns that these results fill."""
+
     def coverage(level: float) -> Column:
         return Column(
             f"in {100 * level:.0f} %",
             lambda r: f"{100 * r.metrics.coverage[level]:.1f} %",
-            f"The share of targets inside the central {100 * level:.0f} % interval: that share, if all is well.",
+            f"The fraction of targets inside the central {100 * level:.0f} % interval: that fraction, if calibrated.",
         )
 
     columns = [
@@ -50,7 +52,7 @@ def summary(c: RegressionComparison, config: RunConfig, about: Mapping[str, Any]
     """What was run, in a paragraph."""
     captured = fit["information_captured"] if c.information is None else c.information
     return (
-        f"{what_was_run(config, about)}, {len(c.targets):,} test inputs. Ours: rank {about['rank']}, at least "
+        f"{what_was_run(config, about)}, {len(c.targets):,} test inputs. IterNCGP: rank {about['rank']}, at least "
         f"{100 * captured:.1f} % of the information captured. {PROTOCOLS[config.tuning.protocol]}."
     )
 
@@ -65,22 +67,22 @@ def panels(comparison: RegressionComparison, fit: Mapping[str, Any]) -> list[tup
         ),
         (
             "Predictions",
-            "Ours with its 95 % interval against the target.",
+            "IterNCGP with its 95 % interval against the target.",
             svg(lambda axes: _predictions(axes, comparison)),
         ),
         (
             "Errors",
-            "Errors against the standard deviation that ours reports; about 95 % should lie below the line.",
+            "Errors against the standard deviation that IterNCGP reports; about 95 % should lie below the line.",
             svg(lambda axes: _errors(axes, comparison["ours"], comparison)),
         ),
     ]
     history = [record for record in fit.get("history", []) if record.get("information_captured") is not None]
     if len(history) > 1:
-        sentence = "A lower bound on the share of what the training data say that has been used, at the fit's prior."
+        sentence = "A lower bound on the fraction of what the training data say that has been used, at the fit's prior."
         found.append(("Information captured", sentence, svg(lambda axes: information(axes, history))))
     if comparison.exact_ratio is not None:
         ratio = comparison.exact_ratio
-        sentence = "Our variance over that of the exact posterior at the same prior and noise: never below one."
+        sentence = "The variance over that of the exact posterior at the same prior and noise: never below one."
         found.append(("Against the truth", sentence, svg(lambda axes: against_exact(axes, ratio))))
     return found
 
@@ -94,7 +96,7 @@ def _coverage(axes: Axes, comparison: RegressionComparison) -> None:
         observed = (scores[:, None] <= quantiles).double().mean(0)
         colour, dashes = STYLES[result.name]
         axes.plot(levels, observed, dashes, color=colour, linewidth=1.3, label=result.label)
-    axes.set(xlabel="level of the interval", ylabel="share of targets inside", xlim=(0, 1), ylim=(0, 1.02))
+    axes.set(xlabel="level of the interval", ylabel="fraction of targets inside", xlim=(0, 1), ylim=(0, 1.02))
     axes.legend(loc="lower right")
 
 
@@ -113,7 +115,7 @@ def _errors(axes: Axes, ours: RegressionResult, comparison: RegressionComparison
     axes.plot(std, errors, "o", color=STYLES["ours"][0], markersize=2.5, alpha=0.5)
     ends = torch.stack([std.min(), std.max()])
     axes.plot(ends, standard_normal_quantile(0.95) * ends, color="0.4", linewidth=0.8)
-    axes.set(xlabel="standard deviation of ours", ylabel="error")
+    axes.set(xlabel="standard deviation of IterNCGP", ylabel="error")
     axes.set_ylim(bottom=0)
 
 
@@ -126,7 +128,7 @@ def as_json(comparison: RegressionComparison) -> dict[str, Any]:
                 "label": r.label,
                 "rmse": r.metrics.rmse,
                 "nll": r.metrics.nll,
-                "coverage": {f"{level:g}": share for level, share in r.metrics.coverage.items()},
+                "coverage": {f"{level:g}": fraction for level, fraction in r.metrics.coverage.items()},
                 "interval_width": r.width,
                 "hyperparameters": [{"prior_precision": d, "noise": s} for d, s in r.values],
                 "difference_to_ours": asdict(r.difference) if r.difference else None,

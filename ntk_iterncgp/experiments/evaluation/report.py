@@ -12,7 +12,7 @@ from ntk_iterncgp.experiments.evaluation.tables import Column, Table, number
 from ntk_iterncgp.experiments.evaluation.uncertainty import Difference
 
 FEWEST_SCORED = 20  # test inputs from which a bootstrap interval means anything
-SHORT = ("accuracy", "NLL", "± to ours", "ECE", "NLL probit", "tuned to")  # and the AUROC
+SHORT = ("accuracy", "NLL", "± to IterNCGP", "ECE", "NLL probit", "tuned to")  # and the AUROC
 
 PROTOCOLS = {
     "crossfit": "Every method's hyperparameters were chosen on the other half of the test set (two-fold cross-fit)",
@@ -35,7 +35,9 @@ def results_table(comparison: Comparison) -> Table:
             min,
         ),
         Column("Brier", lambda r: f"{r.metrics.brier:.4f}", "Squared error of the probabilities.", min),
-        Column("AURC", lambda r: f"{r.aurc:.4f}", "Mean error over all shares of inputs, the surest first.", min),
+        Column(
+            "AURC", lambda r: f"{r.aurc:.4f}", "Mean error over all fractions of inputs, the most confident first.", min
+        ),
         Column(
             "NLL probit",
             lambda r: "–" if r.probit is None else f"{r.probit.nll:.4f}",
@@ -56,7 +58,7 @@ def results_table(comparison: Comparison) -> Table:
 
 
 def others_table(comparison: Comparison) -> Table | None:
-    """How well each method tells inputs of another kind from test inputs; None where there are none."""
+    """How well each method tells out-of-distribution inputs from test inputs; None where there are none."""
     columns = [column for name in comparison["ours"].ood for column in _ood_columns(name)]
     return Table(comparison.results, columns, {}) if columns else None
 
@@ -73,13 +75,14 @@ def summary(comparison: Comparison, config: RunConfig, about: Mapping[str, Any],
     """What was run, in a paragraph."""
     captured = fit["information_captured"] if comparison.information is None else comparison.information  # as tuned
     return (
-        f"{what_was_run(config, about)}, {len(comparison.labels):,} test inputs. Ours: rank {about['rank']}, at least "
-        f"{100 * captured:.1f} % of the information captured. {PROTOCOLS[config.tuning.protocol]}; probabilities by "
-        "the accurate link, diagonal probit beside it."
+        f"{what_was_run(config, about)}, {len(comparison.labels):,} test inputs. IterNCGP: rank {about['rank']}, at "
+        f"least {100 * captured:.1f} % of the information captured. {PROTOCOLS[config.tuning.protocol]}; probabilities "
+        "by quadrature, diagonal probit beside it."
     )
 
 
 def what_was_run(config: RunConfig, about: Mapping[str, Any]) -> str:
+    """Return data, model and their sizes, as the beginning of a sentence."""
     name = config.model.name
     what = (
         f"a Gaussian process with {about['kernel']}"
@@ -90,12 +93,16 @@ def what_was_run(config: RunConfig, about: Mapping[str, Any]) -> str:
 
 
 def difference_column() -> Column:
+    """Return the column with the interval of the difference in NLL."""
+
     def cell(result: Any) -> str:
         found: Difference | None = result.difference
         return "" if found is None else f"{found.lower:+.4f} … {found.upper:+.4f}"
 
-    sentence = "95 % bootstrap interval of its NLL less ours, on the same inputs: above zero, ours is better."
-    return Column("± to ours", cell, sentence)
+    sentence = (
+        "95 % bootstrap interval of its NLL less that of IterNCGP, on the same inputs: above zero, IterNCGP is better."
+    )
+    return Column("± to IterNCGP", cell, sentence)
 
 
 def _ood_columns(name: str) -> list[Column]:
@@ -106,7 +113,7 @@ def _ood_columns(name: str) -> list[Column]:
         by_doubt = r.ood[name].by_doubt
         return "–" if by_doubt is None else f"{by_doubt.auroc:.3f}"
 
-    passing = f"The share of {name} that passes where 95 % of the test inputs do; lower is better."
+    passing = f"The fraction of {name} that passes where 95 % of the test inputs do; lower is better."
     return [
         Column(
             f"{name}: AUROC",
@@ -121,21 +128,23 @@ def _ood_columns(name: str) -> list[Column]:
 
 
 def verdict(results: list[Any]) -> list[str]:
-    """Plain sentences about what the intervals say, whichever way it went."""
+    """What the intervals say, whichever way it went."""
     sentences = []
     for result in results:
         if result.name not in ("map", "temperature", "prior") or result.difference is None:
             continue
         if len(result.losses) < FEWEST_SCORED:
-            sentences.append(f"{len(result.losses)} test inputs are too few to tell ours from {result.label} by NLL.")
+            sentences.append(
+                f"{len(result.losses)} test inputs are too few to tell IterNCGP from {result.label} by NLL."
+            )
             continue
         difference, place = result.difference, f"[{result.difference.lower:+.4f}, {result.difference.upper:+.4f}]"
         if difference.lower > 0:
-            sentences.append(f"Ours has a lower NLL than {result.label}, beyond chance: difference {place}.")
+            sentences.append(f"IterNCGP has a lower NLL than {result.label}, beyond chance: difference {place}.")
         elif difference.upper < 0:
-            sentences.append(f"Ours has a higher NLL than {result.label}, beyond chance: difference {place}.")
+            sentences.append(f"IterNCGP has a higher NLL than {result.label}, beyond chance: difference {place}.")
         else:
-            sentences.append(f"Ours and {result.label} cannot be told apart by NLL: difference {place}.")
+            sentences.append(f"IterNCGP and {result.label} cannot be told apart by NLL: difference {place}.")
     return sentences
 
 

@@ -20,7 +20,7 @@ from ntk_iterncgp.runtime.threads import evaluating
 
 def rows_at(
     la: Any,
-    loader: DataLoader,
+    loader: DataLoader[Any],
     say: Say = silent,
     *,
     what: str = "Test inputs",
@@ -74,7 +74,7 @@ def with_jacobian(rows: Any) -> Any:
     return same
 
 
-def validation_parts(la: Any, loader: DataLoader, say: Say, what: str) -> list[ValidationPart]:
+def validation_parts(la: Any, loader: DataLoader[Any], say: Say, what: str) -> list[ValidationPart]:
     """Inputs as `la` sees them at unit prior precision: what every precision is then computed from."""
     shift = la.mean - la.prior_mean
     rows = rows_at(la, loader, say, what=what)

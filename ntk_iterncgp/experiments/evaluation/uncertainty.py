@@ -29,6 +29,7 @@ class Difference:
 
     @property
     def is_clear(self) -> bool:
+        """Zero lies outside of the interval."""
         return self.lower > 0 or self.upper < 0
 
 
@@ -40,6 +41,7 @@ def risk_curve(confidence: Tensor, wrong: Tensor) -> tuple[Tensor, Tensor]:  # (
 
 
 def area_under_risk_curve(confidence: Tensor, wrong: Tensor) -> float:
+    """Return the mean error over all coverages, most confident inputs first."""
     return float(risk_curve(confidence, wrong)[1].mean())
 
 
@@ -49,8 +51,8 @@ def bootstrap_difference(
     """others − losses, paired by input, with a percentile interval."""
     if losses.shape != others.shape or losses.ndim != 1 or len(losses) < 2:
         raise ValueError(
-            f"Two losses for each of at least two inputs are expected, but got shapes {tuple(losses.shape)} and "
-            f"{tuple(others.shape)}."
+            f"`losses` and `others` must be vectors of one length, at least two inputs; got shapes "
+            f"{tuple(losses.shape)} and {tuple(others.shape)}. Try the losses of the same inputs."
         )
     difference = (others - losses).double().cpu()
     generator = torch.Generator().manual_seed(seed)
@@ -77,11 +79,11 @@ def regression_metrics(mean: Tensor, variance: Tensor, targets: Tensor) -> Regre
     """`variance` is that of a new observation, noise included; all of one shape."""
     if not mean.shape == variance.shape == targets.shape or mean.numel() == 0:
         raise ValueError(
-            f"mean, variance and targets expect one shape, but got {tuple(mean.shape)}, {tuple(variance.shape)} and "
-            f"{tuple(targets.shape)}."
+            f"`mean`, `variance` and `targets` must have one shape; got {tuple(mean.shape)}, {tuple(variance.shape)} "
+            f"and {tuple(targets.shape)}. Try flatten()."
         )
     if not bool((variance > 0).all()):
-        raise ValueError("variance expects positive numbers, but got others (or NaN). Add the noise variance.")
+        raise ValueError("`variance` must be positive; got other numbers (or NaN). Try adding the noise variance.")
     mean, variance, targets = mean.double(), variance.double(), targets.double()
     squares = (targets - mean).square()
     inside = {

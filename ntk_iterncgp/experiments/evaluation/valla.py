@@ -67,7 +67,8 @@ class VariationalPosterior:
         scaled = rows.outputs.double() / (1 + torch.pi / 8 * variance).sqrt()
         loss = nn.functional.cross_entropy(scaled, labels)
         divergence = factor.diagonal().log().sum() - 0.5 * torch.cholesky_solve(gram, factor).trace()
-        return num_data * loss + divergence
+        objective: Tensor = num_data * loss + divergence
+        return objective
 
 
 def fit_valla(

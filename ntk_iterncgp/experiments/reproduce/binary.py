@@ -29,6 +29,7 @@ class BinaryData:
 
     @property
     def problem(self) -> Problem:
+        """The Bernoulli problem of the training data."""
         return make_problem(self.kernel, Bernoulli(), self.inputs, self.labels)
 
 

@@ -49,6 +49,7 @@ CRITERIA = {"eigen": "paper", "mean+trace": "ours", 'the library\'s "eigen"': "u
 
 
 def run(settings: CompressionSettings) -> Outcome:
+    """Run the experiment: its table, figures and claims."""
     data = draw(settings.num_data, 2, settings.outputscale, settings.seed)
     stopping = Stopping(settings.num_data, settings.num_data, 1, newton_tol=0.0, residual_tol=settings.residual_tol)
     solved = list(papers_newton(start(data.problem, stopping), stopping, None))[-2]  # the Newton step not yet taken

@@ -59,6 +59,7 @@ SETTINGS = GmmSettings
 
 
 def run(settings: GmmSettings) -> Outcome:
+    """Run the experiment: its table, figures and claims."""
     if settings.svgp:
         svgp.require_gpytorch()  # before any work is done
     kernel = Matern32(lengthscale=settings.lengthscale, outputscale=settings.outputscale)

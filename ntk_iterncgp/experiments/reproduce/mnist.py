@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ntk_iterncgp.experiments.config import ConfigError, DataConfig
+from ntk_iterncgp.experiments.config import DataConfig
 from ntk_iterncgp.experiments.datasets.known import IDX_FILES, data_root, packed, read_idx
 from ntk_iterncgp.experiments.reproduce import race_figures, svgp
 from ntk_iterncgp.experiments.reproduce.contenders import ours, papers, svgps
@@ -21,6 +21,7 @@ from ntk_iterncgp.experiments.reproduce.race import Classes
 from ntk_iterncgp.experiments.reproduce.race_claims import claims
 from ntk_iterncgp.experiments.reproduce.settings import Settings
 from ntk_iterncgp.experiments.reproduce.style import style
+from ntk_iterncgp.experiments.settings import ConfigError
 from ntk_iterncgp.kernels import Matern32
 from ntk_iterncgp.solver import Stopping
 
@@ -57,6 +58,7 @@ SETTINGS = MnistSettings
 
 
 def run(settings: MnistSettings) -> Outcome:
+    """Run the experiment: its table, figures and claims."""
     classes = load_mnist(settings)
     if settings.svgp:
         svgp.require_gpytorch()  # before any work is done
@@ -92,15 +94,21 @@ def load_mnist(settings: MnistSettings) -> Classes:
         files = [packed(folder / file) for file in IDX_FILES[is_train]]
         if None in files:
             raise ConfigError(
-                f"'{folder}' is expected to hold {' and '.join(f'{file}.gz' for file in IDX_FILES[is_train])}, but "
-                "does not. Put MNIST there (torchvision.datasets.MNIST(root, download=True) brings it), or name the "
-                "folder above MNIST/raw with the environment variable NTK_ITERNCGP_DATA."
+                f"'{folder}' must hold {' and '.join(f'{file}.gz' for file in IDX_FILES[is_train])}; got none of that. "
+                "Try torchvision.datasets.MNIST(root, download=True), or the environment variable NTK_ITERNCGP_DATA "
+                "for the folder above MNIST/raw."
             )
         images, labels = (read_idx(file) for file in files if file is not None)
         if len(images) != len(labels):
-            raise ConfigError(f"'{folder}' has {len(images)} images but {len(labels)} labels in its {name} part.")
+            raise ConfigError(
+                f"'{folder}' must hold a label for each {name} image; got {len(images)} images, {len(labels)} "
+                "labels. Try to download it again."
+            )
         if number > len(labels):
-            raise ConfigError(f"MNIST has {len(labels)} images in its {name} part, but {number} were asked for.")
+            key = "num_train" if is_train else "num_test"
+            raise ConfigError(
+                f"{key} must be at most {len(labels)}, the {name} images there are; got {number}. Try less."
+            )
         chosen = torch.randperm(len(labels), generator=generator)[:number]
         return images[chosen].flatten(1).float() / 255, labels[chosen].long()
 

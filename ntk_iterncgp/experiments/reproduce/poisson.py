@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ntk_iterncgp.experiments.config import ConfigError
 from ntk_iterncgp.experiments.reproduce import poisson_figures as figures
 from ntk_iterncgp.experiments.reproduce.beliefs import (
     Belief,
@@ -31,6 +30,7 @@ from ntk_iterncgp.experiments.reproduce.outcome import Claim, Outcome
 from ntk_iterncgp.experiments.reproduce.papers import papers_newton
 from ntk_iterncgp.experiments.reproduce.settings import Settings
 from ntk_iterncgp.experiments.reproduce.style import style
+from ntk_iterncgp.experiments.settings import ConfigError
 from ntk_iterncgp.kernels import RBF
 from ntk_iterncgp.likelihoods import Poisson
 from ntk_iterncgp.posterior.function_space import Posterior, standard_normal_quantile
@@ -93,6 +93,7 @@ METHODS = [
 
 
 def run(settings: PoissonSettings) -> Outcome:
+    """Run the experiment: its table, figures and claims."""
     counts = _log_rate(settings)
     redraws = [_redraw(counts, settings.seed, index) for index in range(settings.num_redraws)]
     noise = torch.randn(settings.num_samples, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -118,7 +119,7 @@ def run(settings: PoissonSettings) -> Outcome:
 def _log_rate(settings: PoissonSettings) -> Counts:
     """The same function for a seed however many points it is tested at: they are the first of a fixed number."""
     if settings.num_test > MAX_TEST:
-        raise ConfigError(f"num_test expects at most {MAX_TEST}, but got {settings.num_test}.")
+        raise ConfigError(f"num_test must be at most {MAX_TEST}; got {settings.num_test}. Try {MAX_TEST}.")
     generator = torch.Generator().manual_seed(settings.seed)
     inputs = torch.linspace(0, 1, settings.num_data, dtype=torch.float64)
     test = torch.rand(MAX_TEST, generator=generator, dtype=torch.float64)
@@ -129,8 +130,8 @@ def _log_rate(settings: PoissonSettings) -> Counts:
     latent = vectors @ (values.clamp_min(0).sqrt() * noise)
     if not float(latent.max()) < MAX_LOG_RATE:
         raise ConfigError(
-            f"Rates are expected to stay below e^{MAX_LOG_RATE}, but one is e^{float(latent.max()):.3g}. Set a smaller "
-            "outputscale or another seed."
+            f"All rates must be below e^{MAX_LOG_RATE}; got e^{float(latent.max()):.3g}. Try a smaller outputscale or "
+            "another seed."
         )
     train, tested = slice(0, settings.num_data), slice(settings.num_data, settings.num_data + settings.num_test)
     return Counts(kernel, everywhere[train], latent[train], everywhere[tested], latent[tested])

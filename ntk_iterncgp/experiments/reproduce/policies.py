@@ -16,7 +16,6 @@ from matplotlib.colors import Colormap
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from ntk_iterncgp.experiments.config import ConfigError
 from ntk_iterncgp.experiments.reproduce.beliefs import in_between, start
 from ntk_iterncgp.experiments.reproduce.binary import BinaryData, draw, plane
 from ntk_iterncgp.experiments.reproduce.outcome import Claim, Outcome
@@ -32,6 +31,7 @@ from ntk_iterncgp.experiments.reproduce.style import (
     show_map,
     style,
 )
+from ntk_iterncgp.experiments.settings import ConfigError
 from ntk_iterncgp.solver import Iterate, NewtonOptions, State, Stopping, newton, resolve_policy
 from ntk_iterncgp.solver.inner import inner_loop
 
@@ -70,10 +70,11 @@ class Walk:
 
 
 def run(settings: PoliciesSettings) -> Outcome:
+    """Run the experiment: its table, figures and claims."""
     if max(settings.iterations) > settings.num_data:
         raise ConfigError(
-            f"iterations expects at most as many as there are data ({settings.num_data}), but got "
-            f"{max(settings.iterations)}. Set iterations or num_data."
+            f"iterations must be at most the number of data, {settings.num_data}; got "
+            f"{max(settings.iterations)}. Try a larger num_data."
         )
     data = draw(settings.num_data, 2, settings.outputscale, settings.seed)
     stopping = Stopping(settings.num_data, settings.num_data, 50, newton_tol=1e-10)

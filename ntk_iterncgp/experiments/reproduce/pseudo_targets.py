@@ -50,6 +50,7 @@ class Regression:
 
 
 def run(settings: PseudoTargetsSettings) -> Outcome:
+    """Run the experiment: its table, figures and claims."""
     data = draw(settings.num_data, 1, settings.outputscale, settings.seed)
     grid = torch.linspace(LOW[0] - 1, HIGH[0] + 1, settings.resolution, dtype=torch.float64)
     steps = [_regression(state, grid) for state in _precise_newton(settings, data)]

@@ -38,6 +38,7 @@ class Classes:
 
     @property
     def seen(self) -> tuple[Tensor, Tensor]:
+        """The inputs and labels trained on so far."""
         return self.train_inputs[: self.num_seen], self.train_labels[: self.num_seen]
 
 
@@ -57,6 +58,7 @@ class Clock:
         self.bar = tqdm(desc=self.method, unit=" scores", leave=False, disable=None)
 
     def pause(self) -> float:
+        """Count the time so far; returns the seconds so far."""
         self.seconds += time.perf_counter() - self.resumed
         self.resumed = time.perf_counter()
         return self.seconds

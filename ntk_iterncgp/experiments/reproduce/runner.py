@@ -108,7 +108,9 @@ def _changes(arguments: argparse.Namespace, module: Any) -> dict[str, Any]:
         if value is None:
             continue
         if name not in names:
-            raise ConfigError(f"--{flag} is not for '{arguments.name}', whose size is fixed; leave it out.")
+            raise ConfigError(
+                f"--{flag} must be left out for '{arguments.name}', whose size is fixed; got {value}. Try without."
+            )
         changes[name] = value
     return changes
 
@@ -126,6 +128,6 @@ def _writable(folder: Path) -> Path:
     except OSError as error:
         reason = (error.strerror or type(error).__name__).lower()
         raise ConfigError(
-            f"Cannot write to the folder '{folder}' ({reason}); name another one with --output-dir."
+            f"The folder '{folder}' must be writable; got: {reason}. Try another one with --output-dir."
         ) from error
     return folder

@@ -15,7 +15,15 @@ from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 
-from ntk_iterncgp.experiments.settings import ConfigError, nearest, parsed, read_settings, shown, typed_value
+from ntk_iterncgp.experiments.settings import (
+    ConfigError,
+    SettingError,
+    parsed,
+    read_settings,
+    shown,
+    typed_value,
+    unknown_setting,
+)
 
 
 @dataclass(frozen=True)
@@ -44,9 +52,7 @@ def load(kind: type[S], *, quick: bool, path: str | Path | None = None, changes:
     for source in (kind.QUICK if quick else {}, {} if path is None else read_settings(Path(path)), changes):
         for key in source:
             if key not in names:
-                closest = nearest(str(key), names)
-                hint = f"did you mean '{closest}'?" if closest else f"its settings are {', '.join(names)}."
-                raise ConfigError(f"This experiment has no setting '{key}'; {hint}")
+                raise unknown_setting(str(key), names)
         settings |= source
     return replace(kind(), **settings)
 
@@ -61,24 +67,25 @@ def assignment(text: str) -> tuple[str, Any]:
     """`key=value` of the command line; the value is read as YAML."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
-        raise ConfigError(f"--set expects key=value, for instance num_redraws=3, but got {text!r}.")
+        raise ConfigError(f"--set must be given as key=value; got {text!r}. Try num_redraws=3.")
     return key.strip(), parsed(value, f"the value of {key.strip()}")
 
 
 def _checked(name: str, value: Any, hint: Any) -> Any:
     if get_origin(hint) is tuple:
         if isinstance(value, str) or not isinstance(value, (list, tuple)) or not value:
-            raise ConfigError(f"{name} expects a list such as [1, 2], but got {shown(value)}.")
+            raise SettingError(name, "a list", shown(value), "one such as [1, 2]")
         return tuple(_checked(name, item, get_args(hint)[0]) for item in value)
     if hint is bool:
         if not isinstance(value, bool):
-            raise ConfigError(f"{name} expects true or false, but got {shown(value)}.")
+            raise SettingError(name, "true or false", shown(value), "true")
         return value
     value = typed_value(name, value, hint)
     if name.endswith("_tol") and not 0 <= value < 1:
-        raise ConfigError(f"{name} expects a share from 0 to below 1, but got {shown(value)}.")
+        raise SettingError(name, "a fraction from 0 to below 1", shown(value), "0.01")
     if isinstance(value, int) and value < LEAST.get(name, name not in MAY_BE_ZERO):
-        raise ConfigError(f"{name} expects a whole number of at least {LEAST.get(name, 1)}, but got {shown(value)}.")
+        least = LEAST.get(name, 1)
+        raise SettingError(name, f"a whole number of at least {least}", shown(value), str(least))
     if isinstance(value, float) and (not 0 <= value < float("inf") or (value == 0 and name not in MAY_BE_ZERO)):
-        raise ConfigError(f"{name} expects a finite number above 0, but got {shown(value)}.")
+        raise SettingError(name, "a finite number above 0", shown(value), "1.0")
     return value

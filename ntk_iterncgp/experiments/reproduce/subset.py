@@ -46,8 +46,11 @@ class Laplace:
 
     @cached_property
     def _downdates(self) -> dict[int, Tensor]:
-        """A_c = E_c − E_c(Σ E)⁻¹E_c by the identity of E_c: made once, not solved with for every input. In single
-        precision, which is enough for a score: no eigenvalue of A_c is above one."""
+        """A_c = E_c − E_c(Σ E)⁻¹E_c by the identity of E_c.
+
+        Made once, not solved with for every input. In single precision, which is enough for a score: no eigenvalue of
+        A_c is above one.
+        """
         found = {}
         for E in {id(E): E for E in self.projections}.values():
             half = torch.linalg.solve_triangular(self.sum_factor, E, upper=False)

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_iterncgp.experiments.config import ConfigError
 from ntk_iterncgp.experiments.reproduce.quadratic import quadratic_forms
 from ntk_iterncgp.experiments.reproduce.race import Classes, Clock, Predict
+from ntk_iterncgp.experiments.settings import ConfigError
 from ntk_iterncgp.kernels import Matern32
 
 BATCH = 1024
@@ -31,12 +31,12 @@ def require_gpytorch() -> Any:
             return importlib.import_module("gpytorch")
     except ImportError as error:
         raise ConfigError(
-            "SVGP is gpytorch's, which is not installed; install it (pip install gpytorch), or leave SVGP out with "
-            "--set svgp=false."
+            "The package gpytorch must be installed for SVGP; got none. Try pip install gpytorch, or --set svgp=false."
         ) from error
 
 
 def label(num_inducing: int, learning_rate: float) -> str:
+    """Name a run by its settings."""
     return f"SVGP {num_inducing}, {learning_rate:g}"
 
 
@@ -99,7 +99,7 @@ def _model(gpytorch: Any, classes: Classes, kernel: Matern32, num_inducing: int)
     each = max(1, num_inducing // C)
     inducing = torch.stack([X[torch.randperm(len(X), device=X.device)[:each]] for _ in range(C)])  # (C, U/C, d)
 
-    class SVGP(gpytorch.models.ApproximateGP):
+    class SVGP(gpytorch.models.ApproximateGP):  # type: ignore[misc]  # gpytorch has no types
         def __init__(self) -> None:
             distribution = gpytorch.variational.CholeskyVariationalDistribution(each, batch_shape=torch.Size([C]))
             strategy = gpytorch.variational.VariationalStrategy(self, inducing, distribution)

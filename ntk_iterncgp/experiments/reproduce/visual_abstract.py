@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 from matplotlib.figure import Figure
 
-from ntk_iterncgp.experiments.config import ConfigError
 from ntk_iterncgp.experiments.reproduce.beliefs import (
     Belief,
     Moment,
@@ -38,6 +37,7 @@ from ntk_iterncgp.experiments.reproduce.style import (
     show_map,
     style,
 )
+from ntk_iterncgp.experiments.settings import ConfigError
 from ntk_iterncgp.solver import Problem, Stopping
 
 
@@ -70,10 +70,11 @@ class Variant:
 
 
 def run(settings: VisualAbstractSettings) -> Outcome:
+    """Run the experiment: its table, figures and claims."""
     if settings.iterations_per_step > settings.num_data:
         raise ConfigError(
-            f"iterations_per_step expects at most as many as there are data ({settings.num_data}), but got "
-            f"{settings.iterations_per_step}. Set iterations_per_step or num_data."
+            f"iterations_per_step must be at most the number of data, {settings.num_data}; got "
+            f"{settings.iterations_per_step}. Try a larger num_data."
         )
     data = draw(settings.num_data, 2, settings.outputscale, settings.seed)
     variants = _variants(settings, data)

@@ -15,12 +15,13 @@ from torch import Tensor
 from ntk_iterncgp.experiments.config import RunConfig, as_plain
 from ntk_iterncgp.experiments.datasets import labels_of
 from ntk_iterncgp.experiments.evaluation import figures, regression_report, report
-from ntk_iterncgp.experiments.evaluation.compare import LABELS, Comparison, Stopwatch, compare_families, compare_network
+from ntk_iterncgp.experiments.evaluation.compare import LABELS, Comparison, compare_families, compare_network
 from ntk_iterncgp.experiments.evaluation.crossfit import folds_of
 from ntk_iterncgp.experiments.evaluation.families import Family, Tabulated, Tempered
 from ntk_iterncgp.experiments.evaluation.html import Page, as_html, cost_note, cost_table
 from ntk_iterncgp.experiments.evaluation.pictures import cards
 from ntk_iterncgp.experiments.evaluation.regression import RegressionComparison
+from ntk_iterncgp.experiments.evaluation.stopwatch import Stopwatch
 from ntk_iterncgp.experiments.runs.fit import RESULTS, Fitted, fitted_to, save, saved_fit
 from ntk_iterncgp.experiments.runs.flavour import check_keywords
 from ntk_iterncgp.experiments.runs.kernel import flat_inputs

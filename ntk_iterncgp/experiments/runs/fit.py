@@ -22,7 +22,7 @@ from ntk_iterncgp.experiments.runs.predict import restore
 from ntk_iterncgp.experiments.runs.predictor import KernelPredictor, NetworkPredictor, Predictor
 from ntk_iterncgp.experiments.runs.prepare import Setting, chosen_device, find_checkpoint, prepare, prepare_model
 from ntk_iterncgp.experiments.runs.tune import tune
-from ntk_iterncgp.experiments.settings import own_sentences
+from ntk_iterncgp.experiments.settings import config_errors
 from ntk_iterncgp.laplace_torch.detector import LEAST_INPUTS
 from ntk_iterncgp.persistence.files import as_json, load_posterior, save_posterior
 from ntk_iterncgp.runtime import parallel
@@ -84,7 +84,7 @@ def fit_network(setting: Setting, model: nn.Module) -> Any:
     config, log = setting.config, setting.log
     loader = DataLoader(setting.data.train, config.data.batch_size)
     la = make_flavour(config, model)
-    with own_sentences(), warnings.catch_warnings():
+    with config_errors(), warnings.catch_warnings():
         cost = la.estimate_cost(loader)
         log(str(cost))
         log(f"Fitting: {type(la).__name__} from {len(setting.data.train):,} data")  # type: ignore[arg-type]

@@ -8,8 +8,8 @@ from typing import Any
 from laplace import Laplace
 from torch import nn
 
-from ntk_iterncgp.experiments.config import ConfigError, RunConfig
-from ntk_iterncgp.experiments.settings import nearest
+from ntk_iterncgp.experiments.config import RunConfig
+from ntk_iterncgp.experiments.settings import ConfigError, SettingError, nearest
 from ntk_iterncgp.laplace_torch import IterNCGPAllLaplace, IterNCGPLastLayerLaplace
 
 FLAVOURS: dict[str, type] = {"all": IterNCGPAllLaplace, "last_layer": IterNCGPLastLayerLaplace}
@@ -27,9 +27,11 @@ def make_flavour(config: RunConfig, model: nn.Module) -> Any:
             **_keywords(config),
         )
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"The settings under 'fit' cannot be used: {error}") from error
+        raise ConfigError(f"The settings under fit: {error}") from error
     except KeyError as error:
-        raise ConfigError(f"The network has no layer {error} (last_layer_name, under fit.options).") from error
+        raise ConfigError(
+            f"last_layer_name (fit.options) must be a layer of the network; got {error}. Try without it."
+        ) from error
 
 
 def check_keywords(config: RunConfig) -> None:
@@ -42,8 +44,8 @@ def check_keywords(config: RunConfig) -> None:
     for key in _keywords(config):
         if key not in known:
             near = nearest(key, known)
-            hint = f"did you mean '{near}'?" if near else f"they are {', '.join(sorted(known))}."
-            raise ConfigError(f"The flavour has no setting '{key}' (fit.options); {hint}")
+            advice = f"'{near}'" if near else f"one of {', '.join(sorted(known))}"
+            raise SettingError("fit.options", "settings of the flavour", f"'{key}'", advice)
 
 
 def _keywords(config: RunConfig) -> dict[str, Any]:

@@ -14,12 +14,13 @@ from ntk_iterncgp.experiments.config import RunConfig
 from ntk_iterncgp.experiments.datasets import Scaling, labels_of
 from ntk_iterncgp.experiments.progress import reporting
 from ntk_iterncgp.experiments.runs.prepare import Setting
-from ntk_iterncgp.experiments.settings import own_sentences
+from ntk_iterncgp.experiments.settings import config_errors
 from ntk_iterncgp.gp.non_conjugate import NonConjugateGP
 from ntk_iterncgp.likelihoods import Gaussian, Likelihood, Softmax
 
 
 def make_gp(config: RunConfig, num_outputs: int) -> NonConjugateGP:
+    """Make the Gaussian process that the settings describe."""
     k = config.kernel
     is_regression = config.data.task == "regression"
     likelihood: Likelihood = Gaussian(k.noise) if is_regression else Softmax(num_outputs)
@@ -37,13 +38,13 @@ def make_gp(config: RunConfig, num_outputs: int) -> NonConjugateGP:
 def fit_gp(setting: Setting) -> NonConjugateGP:
     """Fitted to all training data; its hyperparameters are those of the settings, or better ones if asked for."""
     config, data = setting.config, setting.data
-    with own_sentences():
+    with config_errors():
         gp = make_gp(config, data.num_outputs)
     X = flat_inputs(data.train, data.scaling, data.input_shape).to(setting.device)
     y = labels_of(data.train).to(setting.device)
     setting.log(f"Fitting: {gp!r} to {len(X):,} data")
     with (
-        own_sentences(),
+        config_errors(),
         warnings.catch_warnings(),
         reporting("Fitting", setting.log),
         setting.watch("fit", memory=True),

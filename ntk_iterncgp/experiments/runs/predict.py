@@ -27,13 +27,14 @@ import torch
 from torch import Tensor, nn
 
 from ntk_iterncgp.experiments import datasets, models
-from ntk_iterncgp.experiments.config import ConfigError, RunConfig, flat, from_settings
+from ntk_iterncgp.experiments.config import RunConfig, flat, from_settings
 from ntk_iterncgp.experiments.evaluation.links import class_probabilities, entropy, mutual_information
 from ntk_iterncgp.experiments.progress import reported
 from ntk_iterncgp.experiments.runs.flavour import make_flavour
 from ntk_iterncgp.experiments.runs.kernel import as_rows
 from ntk_iterncgp.experiments.runs.predictor import KernelPredictor, NetworkPredictor, Predictor
 from ntk_iterncgp.experiments.runs.prepare import chosen_device
+from ntk_iterncgp.experiments.settings import ConfigError
 from ntk_iterncgp.laplace_torch.detector import Detector
 from ntk_iterncgp.persistence.files import load_posterior, write_atomically
 from ntk_iterncgp.posterior.function_space import standard_normal_quantile
@@ -71,7 +72,9 @@ def restore(path: Path, device: torch.device, *, trusted_model: str | None = Non
         if config.kernel.name != state.get("kernel"):
             raise ValueError(f"its kernel is {config.kernel.name} and {state.get('kernel')!r:.60}")
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise ConfigError(f"'{path}' is damaged: it does not say what it was fitted with ({error}).") from error
+        raise ConfigError(
+            f"'{path}' must say what it was fitted with; got a damaged file ({error}). Try fit again."
+        ) from error
     try:
         if config.kernel.name is not None:
             predictor: Predictor = KernelPredictor.from_state(state, device)
@@ -84,20 +87,22 @@ def restore(path: Path, device: torch.device, *, trusted_model: str | None = Non
         raise
     except (ValueError, KeyError, RuntimeError, TypeError, AttributeError, ArithmeticError) as error:
         what, reason = config.kernel.name or config.model.name, str(error).partition("\n")[0][:300]
-        raise ConfigError(f"'{path}' does not fit its own model '{what}': {reason}") from error
+        raise ConfigError(
+            f"'{path}' must fit its own model '{what}'; got: {reason.rstrip('.')}. Try fit again."
+        ) from error
     return Restored(NetworkPredictor(la), model, config, scaling, names, shape, targets)
 
 
 def _check_sizes(config: RunConfig, names: tuple[Any, ...], shape: tuple[Any, ...], scales: tuple[Any, ...]) -> None:
     """What is asked for by a file is of a size that a run may have written."""
     if not all(isinstance(name, str) for name in names):
-        raise ValueError("class_names expects texts")
+        raise ValueError("class_names must be texts")
     if not all(type(side) is int and 0 < side < 2**31 for side in shape):
-        raise ValueError("input_shape expects whole numbers")
+        raise ValueError("input_shape must be whole numbers")
     if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in scales):
-        raise ValueError("scaling expects finite numbers")
+        raise ValueError("scaling must be finite")
     if config.evaluate.link_samples > MAX_LINK_SAMPLES:
-        raise ValueError(f"evaluate.link_samples expects at most {MAX_LINK_SAMPLES}")
+        raise ValueError(f"evaluate.link_samples must be at most {MAX_LINK_SAMPLES}")
 
 
 def predict(
@@ -106,12 +111,12 @@ def predict(
     output: Path,
     *,
     device: str = "auto",
-    link: str = "accurate",
+    link: str = "quadrature",
     trusted_model: str | None = None,
 ) -> Path:
     """The whole command: a .csv with a line per input, or an .npz."""
     if output.suffix not in (".csv", ".npz"):
-        raise ConfigError(f"--output expects a file that ends in .csv or .npz, but got '{output}'.")
+        raise ConfigError(f"--output must end in .csv or .npz; got '{output}'. Try predictions.csv.")
     restored = restore(posterior, chosen_device(device), trusted_model=trusted_model)
     x = datasets.inputs_for(inputs, restored.scaling, restored.input_shape)
     columns = columns_of(restored, x, link)

@@ -55,7 +55,7 @@ class NetworkPredictor(Predictor):
         return float(self.la.sigma_noise) ** 2
 
     def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        mean, covariance = self.la._glm_predictive_distribution(x.to(self.la._device))
+        mean, covariance = self.la.latent(x.to(self.la._device))
         return mean.double().cpu(), covariance.double().cpu()
 
     def state(self) -> dict[str, Any]:
@@ -76,6 +76,7 @@ class KernelPredictor(Predictor):
 
     @classmethod
     def of(cls, gp: NonConjugateGP) -> KernelPredictor:
+        """Keep of a fitted Gaussian process what predictions need."""
         state, prior = gp.posterior_.state, gp.posterior_.prior
         actions = state.buffer.actions.whole()
         assert isinstance(prior, GramPrior) and isinstance(actions, (DenseColumns, KroneckerColumns))

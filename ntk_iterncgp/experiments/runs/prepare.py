@@ -15,10 +15,11 @@ from torch.utils.data import DataLoader
 
 from ntk_iterncgp.data.fixed_order import FixedOrderData
 from ntk_iterncgp.experiments import datasets, models
-from ntk_iterncgp.experiments.config import ConfigError, RunConfig, as_plain, as_yaml, flat, prepare_output_dir
+from ntk_iterncgp.experiments.config import RunConfig, as_plain, as_yaml, flat, prepare_output_dir
 from ntk_iterncgp.experiments.datasets import labels_of
 from ntk_iterncgp.experiments.evaluation.stopwatch import Stopwatch
 from ntk_iterncgp.experiments.runs.flavour import make_flavour
+from ntk_iterncgp.experiments.settings import ConfigError
 from ntk_iterncgp.jacobian.calling import as_outputs
 from ntk_iterncgp.persistence.checkpoint import Checkpoint, open_session
 from ntk_iterncgp.persistence.files import write_atomically
@@ -51,6 +52,7 @@ class Log:
 
     @property
     def seconds(self) -> float:
+        """Since the command began."""
         return time.perf_counter() - self.started
 
 
@@ -126,8 +128,10 @@ def _checkpoint(config: RunConfig, folder: Path, log: Log) -> Checkpoint | None:
 
 
 def num_held_out(config: RunConfig, data: datasets.Data) -> int:
-    """As set; else a tenth where the network is trained here, or up to a fifth where a tenth are few. None where a
-    fifth are too few to choose on, or nothing is to be chosen: a kernel has no prior precision."""
+    """As set; else a tenth where the network is trained here, or up to a fifth where a tenth are few.
+
+    None where a fifth are too few to choose on, or nothing is to be chosen: a kernel has no prior precision.
+    """
     is_fixed = config.fit.mean == "refined" and data.task == "classification"  # by its own prior: see `tune.py`
     given, is_tuned = config.data.held_out, config.tuning.protocol != "none" and not is_fixed
     if config.kernel.name is not None:
@@ -241,7 +245,7 @@ def _trained(model: nn.Module, setting: Setting) -> float:
         return float(session.saved["fit"])
     fit = 0.0
     if parallel.is_main():
-        with models.foreign(f"'{config.model.name}' cannot be trained on these data"):
+        with models.foreign(f"'{config.model.name}' must be trainable on these data", "another model"):
             fit = models.train(
                 model,
                 data.train,
@@ -267,36 +271,40 @@ def find_checkpoint(config: RunConfig) -> Path:
 def check_model(model: nn.Module, setting: Setting) -> None:
     """One output for each class, or one for the target; and a flavour can be made of it, before it is trained."""
     x, name = torch.stack([setting.data.train[i][0] for i in range(2)]).to(setting.device), setting.config.model.name
-    with models.foreign(f"'{name}' cannot be used with inputs of shape {setting.data.input_shape}"):
+    with models.foreign(f"'{name}' must take inputs of shape {setting.data.input_shape}", "another model"):
         outputs = as_outputs(model(x))
         if len(outputs) != len(x):
-            raise ValueError(f"two inputs are expected to have two rows of outputs, but have {len(outputs)}")
+            raise ValueError(f"two inputs must have two rows of outputs; got {len(outputs)}")
         weights = [p for p in model.parameters() if p.requires_grad]
         if weights:  # what a fit will ask for
             torch.autograd.grad(outputs.sum(), weights, allow_unused=True)
     empty = [name for name, value in model.named_parameters() if value.numel() == 0]
     if empty:
-        raise ConfigError(f"'{name}' must have weights in every layer; got none in {', '.join(empty[:3])}.")
+        raise ConfigError(
+            f"'{name}' must have weights in every layer; got none in {', '.join(empty[:3])}. Try other sizes."
+        )
     found, wanted = outputs.shape[1], setting.data.num_outputs
     of_arrays = setting.config.data.name == "arrays" and setting.data.task == "classification"
     if found < wanted or (found > wanted and not of_arrays):  # the highest classes may be missing from a sample
         each = "one for each class of the data" if setting.data.task == "classification" else "for the target"
         raise ConfigError(
-            f"The model is expected to have {wanted} outputs, {each}, but has {found}. Check data.name, data.task, "
-            "model.checkpoint and model.arguments."
+            f"The model must have {wanted} outputs, {each}; got {found}. Try another data.name, data.task, "
+            "model.checkpoint or model.arguments."
         )
     make_flavour(setting.config, model)
 
 
 def chosen_device(name: str) -> torch.device:
+    """Return the device of this name; "auto" is a GPU where there is one."""
     try:
         device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
     except RuntimeError as error:
-        raise ConfigError(f"device expects auto, cpu or cuda, but got '{name}'.") from error
+        raise ConfigError(f"device must be auto, cpu or cuda; got '{name}'. Try auto.") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device 'cuda' expects a GPU, but torch finds none. Use auto or cpu.")
+        raise ConfigError("device must be cpu where torch finds no GPU; got 'cuda'. Try auto or cpu.")
     return device
 
 
 def num_weights(model: nn.Module) -> int:
+    """Count the weights that require a gradient."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)

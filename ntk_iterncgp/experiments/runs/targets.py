@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from ntk_iterncgp.experiments.datasets import labels_of
 from ntk_iterncgp.experiments.evaluation.baselines import rows_of
-from ntk_iterncgp.experiments.evaluation.compare import Stopwatch, precision_grid
+from ntk_iterncgp.experiments.evaluation.compare import precision_grid
 from ntk_iterncgp.experiments.evaluation.crossfit import folds_of
 from ntk_iterncgp.experiments.evaluation.regression import (
     LABELS,
@@ -22,6 +22,7 @@ from ntk_iterncgp.experiments.evaluation.regression import (
     Units,
     compare,
 )
+from ntk_iterncgp.experiments.evaluation.stopwatch import Stopwatch
 from ntk_iterncgp.experiments.evaluation.sweep import rows_at
 from ntk_iterncgp.experiments.progress import Say, reported, reporting
 from ntk_iterncgp.experiments.runs.kernel import flat_inputs
@@ -107,7 +108,7 @@ def _seen(
 ) -> tuple[list[ValidationPart], list[Tensor]]:
     """The test inputs through the posterior, and in the eigenbasis of the exact one: one computation of J for both."""
     shift, parts, Z = la.mean - la.prior_mean, [], []
-    loader: DataLoader = DataLoader(setting.data.test, setting.config.data.batch_size)
+    loader: DataLoader[Any] = DataLoader(setting.data.test, setting.config.data.batch_size)
     rows: Any
     for rows, y in rows_at(la, loader, setting.log, written_out=basis is not None, watch=watch):
         with watch("see ours"):
@@ -124,7 +125,7 @@ def _label(name: str) -> str:
     return LABELS.get(name, name.replace("_", " "))
 
 
-def _eigenbasis(model: nn.Module, loader: DataLoader, say: Say) -> tuple[Tensor, Tensor]:
+def _eigenbasis(model: nn.Module, loader: DataLoader[Any], say: Say) -> tuple[Tensor, Tensor]:
     """Eigenvectors and eigenvalues of JᵀJ over the training data."""
     total: Tensor | None = None
     with reporting(f"Fitting: {_label('exact')}", say) as progress:

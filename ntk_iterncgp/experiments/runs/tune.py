@@ -1,6 +1,6 @@
 """The prior precision that `fit` leaves behind, and the noise of a regression: never chosen on what is tested on.
 
-held out    the NLL, by the accurate link, of data that the network was not trained on and the posterior not fitted to
+held out    the NLL, by quadrature, of data that the network was not trained on and the posterior not fitted to
 evidence    where there are none, or too few of them: the lower bound, from small matrices
 
 The evidence judges the linearised model, not its calibration, and tends to small precisions (CIFAR-10, ResNet-20: 56,
@@ -163,7 +163,7 @@ def _of_labels(setting: Setting, la: Any, search: Search, held_out: Dataset[Any]
     )
     labels = torch.cat([part.targets for part in parts])
     everything = torch.arange(len(labels))
-    return lambda i, j: float(nll_of(family.probabilities(i, everything, "accurate"), labels).mean())
+    return lambda i, j: float(nll_of(family.probabilities(i, everything, "quadrature"), labels).mean())
 
 
 def _of_targets(setting: Setting, la: Any, search: Search, held_out: Dataset[Any]) -> Loss:

@@ -1,0 +1,354 @@
+"""Gaussian processes side by side, each with its own way of choosing hyperparameters; and counts beside a Poisson GLM.
+
+    ntk-iterncgp bench gp_peers [--quick] [--json FILE]
+    python -m benchmarks.gp_peers --sizes 1000 10000 100000 --only ours svgp
+
+Regression and classification: ours (Matérn-5/2, hyperparameters by the evidence) beside scikit-learn's GPR and GPC,
+gpytorch's exact GP and its variational GP with inducing points (SVGP), all with the same family of kernel and the same
+standardised inputs. scikit-learn's bundled sets in full, and synthetic sets of the sizes asked for. Exact methods are
+left out where N is above their limit.
+
+Counts: designs on which a log-linear GLM is wrong (waves, an interaction, a threshold, saturation, a ring), and one
+on which it is right. Ours after `optimize` beside scikit-learn's PoissonRegressor, its penalty chosen by the same data.
+
+NLL       mean negative log predictive density of test targets, in nats
+score     accuracy, or RMSE in units of the standard deviation of the test targets
+seconds   of fit and choice of hyperparameters, in the same process
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn import datasets
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.gaussian_process import GaussianProcessClassifier, GaussianProcessRegressor
+from sklearn.gaussian_process import kernels as their_kernels
+from sklearn.linear_model import PoissonRegressor
+from sklearn.model_selection import GridSearchCV, train_test_split
+from torch import Tensor
+
+from ntk_iterncgp.likelihoods import Poisson
+from ntk_iterncgp.likelihoods.quadrature import line_points
+from ntk_iterncgp.sklearn import GPClassifier, GPPoissonRegressor, GPRegressor
+
+METHODS = ("ours", "sklearn", "exact", "svgp")
+LIMITS = {"sklearn": 2000, "exact": 3000}  # data, beyond which O(N³) takes minutes
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Standardised inputs, and targets: class numbers, or standardised values."""
+
+    name: str
+    kind: str  # "classes" or "values"
+    train: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+
+    @property
+    def num_classes(self) -> int:
+        return int(torch.cat([self.train[1], self.test[1]]).max()) + 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table."""
+
+    problem: str
+    num_data: int
+    method: str
+    nll: float
+    score: float
+    seconds: float
+    note: str = ""
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+def made(name: str, kind: str, X: np.ndarray, y: np.ndarray, *, limit: int | None = None) -> Problem:
+    """Three quarters to fit to and a quarter to test on."""
+    parts = train_test_split(X, y, test_size=0.25, random_state=0, stratify=y if kind == "classes" else None)
+    x, x_test, y, y_test = (part if limit is None else part[:limit] for part in parts)
+    centre, scale = x.mean(0), np.where(x.std(0) > 0, x.std(0), 1.0)
+    inputs = [torch.tensor((part - centre) / scale) for part in (x, x_test)]
+    if kind == "classes":
+        targets = [torch.tensor(part).long() for part in (y, y_test)]
+    else:
+        targets = [torch.tensor((part - y.mean()) / y.std()) for part in (y, y_test)]
+    return Problem(name, kind, (inputs[0], targets[0]), (inputs[1], targets[1]))
+
+
+def bundled(limit: int | None) -> list[Problem]:
+    """scikit-learn's sets."""
+    classes = {"iris": datasets.load_iris, "wine": datasets.load_wine, "breast cancer": datasets.load_breast_cancer}
+    found = [made(name, "classes", *load(return_X_y=True), limit=limit) for name, load in classes.items()]
+    found.append(made("digits", "classes", *datasets.load_digits(return_X_y=True), limit=limit))
+    found.append(made("diabetes", "values", *datasets.load_diabetes(return_X_y=True), limit=limit))
+    return found
+
+
+def synthetic(size: int) -> list[Problem]:
+    """Moons with noise, and a function of five inputs of which three matter."""
+    rng, total = np.random.default_rng(0), size * 4 // 3
+    X, y = datasets.make_moons(total, noise=0.3, random_state=0)
+    Z = rng.uniform(-1, 1, (total, 5))
+    f = np.sin(4 * Z[:, 0]) * np.cos(3 * Z[:, 1]) + Z[:, 2] ** 2 + 0.1 * rng.normal(size=total)
+    return [made("moons", "classes", X, y), made("waves", "values", Z, f)]
+
+
+# --- methods ---------------------------------------------------------------------------------------------------------
+
+
+def of_probabilities(p: np.ndarray, y: Tensor) -> tuple[float, float]:
+    """NLL and accuracy."""
+    p = np.clip(p, 1e-12, 1)
+    return float(-np.log(p[np.arange(len(p)), y]).mean()), float((p.argmax(1) == y.numpy()).mean())
+
+
+def of_values(mean: np.ndarray, std: np.ndarray, y: Tensor) -> tuple[float, float]:
+    """NLL and RMSE."""
+    z = (y.numpy() - mean) / std
+    nll = float((0.5 * z**2 + np.log(std) + 0.5 * math.log(2 * math.pi)).mean())
+    return nll, float(np.sqrt(((y.numpy() - mean) ** 2).mean()) / y.numpy().std())
+
+
+Fit = Callable[[Problem], Callable[[], tuple[float, float]]]  # fits; what it returns predicts and scores
+
+
+def ours(problem: Problem) -> Callable[[], tuple[float, float]]:
+    X, y = (part.numpy() for part in problem.train)
+    x, target = problem.test
+    if problem.kind == "classes":
+        classifier = GPClassifier().fit(X, y)
+        return lambda: of_probabilities(classifier.predict_proba(x.numpy()), target)
+    regressor = GPRegressor().fit(X, y)
+    return lambda: of_values(*regressor.predict(x.numpy(), return_std=True), target)
+
+
+def sklearns(problem: Problem) -> Callable[[], tuple[float, float]]:
+    X, y = (part.numpy() for part in problem.train)
+    x, target = problem.test
+    kernel = their_kernels.ConstantKernel(1.0) * their_kernels.Matern(math.sqrt(X.shape[1]), nu=2.5)
+    if problem.kind == "classes":
+        classifier = GaussianProcessClassifier(kernel).fit(X, y)
+        return lambda: of_probabilities(classifier.predict_proba(x.numpy()), target)
+    regressor = GaussianProcessRegressor(kernel + their_kernels.WhiteKernel(0.1)).fit(X, y)
+    return lambda: of_values(*regressor.predict(x.numpy(), return_std=True), target)
+
+
+def exact_gpytorch(problem: Problem) -> Callable[[], tuple[float, float]]:
+    """gpytorch's exact GP: 100 steps of Adam on the marginal likelihood. Regression alone."""
+    import gpytorch
+
+    class Exact(gpytorch.models.ExactGP):
+        def __init__(self, X: Tensor, y: Tensor, likelihood: Any) -> None:
+            super().__init__(X, y, likelihood)
+            self.mean_module = gpytorch.means.ConstantMean()
+            kernel = gpytorch.kernels.MaternKernel(nu=2.5, ard_num_dims=X.shape[1])
+            self.covar_module = gpytorch.kernels.ScaleKernel(kernel)
+            self.covar_module.base_kernel.lengthscale = math.sqrt(X.shape[1])
+
+        def forward(self, x: Tensor) -> Any:
+            return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+    X, y = problem.train
+    likelihood = gpytorch.likelihoods.GaussianLikelihood().double()
+    model = Exact(X, y, likelihood).double()
+    bound = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model.train()
+    for _ in range(100):
+        optimizer.zero_grad()
+        loss = -bound(model(X), y)
+        loss.backward()
+        optimizer.step()
+    model.eval()
+    likelihood.eval()
+
+    def score() -> tuple[float, float]:
+        with torch.no_grad():
+            found = likelihood(model(problem.test[0]))
+        return of_values(found.mean.numpy(), found.variance.sqrt().numpy(), problem.test[1])
+
+    return score
+
+
+def svgp(problem: Problem, *, inducing: int = 500, epochs: int = 20, batch: int = 1024) -> Callable[..., Any]:
+    """gpytorch's variational GP with inducing points, by Adam on minibatches."""
+    import gpytorch
+    from gpytorch import variational
+
+    torch.manual_seed(0)
+    X, y = problem.train
+    C = problem.num_classes if problem.kind == "classes" and problem.num_classes > 2 else 1
+    shape = torch.Size([C]) if C > 1 else torch.Size([])
+    points = X[torch.randperm(len(X))[:inducing]]
+
+    class Variational(gpytorch.models.ApproximateGP):
+        def __init__(self) -> None:
+            q = variational.CholeskyVariationalDistribution(len(points), batch_shape=shape)
+            strategy: Any = variational.VariationalStrategy(self, points.expand(*shape, -1, -1), q)
+            if C > 1:
+                strategy = variational.IndependentMultitaskVariationalStrategy(strategy, num_tasks=C)
+            super().__init__(strategy)
+            self.mean_module = gpytorch.means.ConstantMean(batch_shape=shape)
+            kernel = gpytorch.kernels.MaternKernel(nu=2.5, ard_num_dims=X.shape[1])
+            self.covar_module = gpytorch.kernels.ScaleKernel(kernel)
+            self.covar_module.base_kernel.lengthscale = math.sqrt(X.shape[1])
+
+        def forward(self, x: Tensor) -> Any:
+            return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+    model = Variational().double()
+    likelihood: Any = gpytorch.likelihoods.GaussianLikelihood()
+    if problem.kind == "classes":
+        several = gpytorch.likelihoods.SoftmaxLikelihood(num_classes=C, mixing_weights=False)
+        likelihood = several if C > 1 else gpytorch.likelihoods.BernoulliLikelihood()
+    likelihood = likelihood.double()
+    targets = y if C > 1 else y.double()
+    bound = gpytorch.mlls.VariationalELBO(likelihood, model, num_data=len(X))
+    optimizer = torch.optim.Adam([*model.parameters(), *likelihood.parameters()], lr=0.02)
+    for _ in range(max(epochs, 300 * batch // len(X) // 4)):
+        for index in torch.randperm(len(X)).split(batch):
+            optimizer.zero_grad()
+            loss = -bound(model(X[index]), targets[index])
+            loss.backward()
+            optimizer.step()
+    model.eval()
+    likelihood.eval()
+
+    def score() -> tuple[float, float]:
+        x, target = problem.test
+        with torch.no_grad(), gpytorch.settings.num_likelihood_samples(256):
+            found = likelihood(model(x))
+        if problem.kind == "values":
+            return of_values(found.mean.numpy(), found.variance.sqrt().numpy(), target)
+        if C > 1:
+            return of_probabilities(found.probs.mean(0).numpy(), target)
+        p = found.probs.numpy()
+        return of_probabilities(np.stack([1 - p, p], 1), target)
+
+    return score
+
+
+FITS: dict[str, Fit] = {"ours": ours, "sklearn": sklearns, "exact": exact_gpytorch, "svgp": svgp}
+
+
+def compare(problem: Problem, methods: list[str]) -> list[Row]:
+    """All methods on one problem; a method that fails is a line that says so."""
+    rows, num_data = [], len(problem.train[1])
+    for method in methods:
+        too_large = num_data > LIMITS.get(method, num_data)
+        if too_large or (method == "exact" and problem.kind == "classes"):
+            continue
+        started = time.perf_counter()
+        try:
+            score = FITS[method](problem)
+            seconds = time.perf_counter() - started
+            rows.append(Row(problem.name, num_data, method, *score(), seconds))
+        except (RuntimeError, ValueError, ArithmeticError) as error:
+            note = f"{type(error).__name__}: {error!s:.60}"
+            rows.append(Row(problem.name, num_data, method, math.nan, math.nan, time.perf_counter() - started, note))
+    return rows
+
+
+# --- counts ----------------------------------------------------------------------------------------------------------
+
+DESIGNS: dict[str, tuple[Callable[[np.ndarray], np.ndarray], bool]] = {  # the log-rate, and whether a GLM is right
+    "log-linear": (lambda X: 0.8 + 0.6 * X[:, 0] - 0.4 * X[:, 1], True),
+    "waves": (lambda X: 1 + np.sin(3 * X[:, 0]), False),
+    "interaction": (lambda X: 0.8 + 1.2 * X[:, 0] * X[:, 1], False),
+    "threshold": (lambda X: np.where(X[:, 0] + X[:, 1] > 0, 2.0, 0.0), False),
+    "saturation": (lambda X: 2 * np.tanh(3 * np.abs(X[:, 0])) - 0.5, False),
+    "ring": (lambda X: 2 - 4 * (np.hypot(X[:, 0], X[:, 1]) - 0.8) ** 2, False),
+}
+
+
+def count_nll(mean: Tensor, variance: Tensor, counts: Tensor) -> float:
+    """−log E[p(y | f)] of a Poisson with a Gaussian log-rate (b,), by quadrature on the line."""
+    points, weights = line_points(mean, variance.sqrt())
+    latent = mean[:, None] + variance.sqrt()[:, None] * points
+    repeated = counts[:, None].expand_as(latent)
+    log_p = Poisson().log_prob(latent.reshape(-1, 1), repeated.reshape(-1)).reshape(latent.shape)
+    return float(-torch.logsumexp(log_p + weights.log(), 1).mean())
+
+
+def compare_counts(name: str, size: int, seed: int) -> list[Row]:
+    """Ours and a Poisson GLM on one design."""
+    rng = np.random.default_rng(seed)
+    X, x = rng.uniform(-1, 1, (size, 2)), rng.uniform(-1, 1, (4000, 2))
+    log_rate = DESIGNS[name][0]
+    y, target = rng.poisson(np.exp(log_rate(X))), torch.tensor(rng.poisson(np.exp(log_rate(x)))).double()
+
+    def row(method: str, mean: Tensor, variance: Tensor, seconds: float) -> Row:
+        off = (mean + variance / 2).exp().numpy() / np.exp(log_rate(x)) - 1
+        return Row(name, size, method, count_nll(mean, variance, target), float(np.sqrt((off**2).mean())), seconds)
+
+    started = time.perf_counter()
+    gp = GPPoissonRegressor().fit(X, y).gp_
+    seconds = time.perf_counter() - started
+    mean, covariance = gp.latent(torch.tensor(x))
+    rows = [row("ours", mean[:, 0], covariance[:, 0, 0], seconds)]
+    started = time.perf_counter()
+    glm = GridSearchCV(PoissonRegressor(max_iter=500), {"alpha": [0.0, 1e-3, 1e-2, 0.1]}).fit(X, y)
+    seconds = time.perf_counter() - started
+    found = torch.tensor(np.log(glm.predict(x)))
+    rows.append(row("GLM", found, torch.full_like(found, 1e-12), seconds))
+    constant = torch.full_like(found, math.log(max(y.mean(), 1e-6)))
+    return [*rows, row("mean count", constant, torch.full_like(found, 1e-12), 0.0)]
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def printed(title: str, rows: list[Row], score: str) -> None:
+    """A table of Markdown."""
+    print(f"\n{title}\n\n| data | N | method | NLL | {score} | seconds |\n|---|---|---|---|---|---|")
+    for row in rows:
+        print(
+            f"| {row.problem} | {row.num_data} | {row.method} | {row.nll:.4f} | {row.score:.4f} | {row.seconds:.2f} "
+            f"{row.note}|",
+            flush=True,
+        )
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the comparison and print its tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="small problems: does it run?")
+    parser.add_argument("--sizes", type=int, nargs="*", default=[1000, 10_000, 100_000], help="of synthetic sets")
+    parser.add_argument("--counts", type=int, default=500, help="data of each design with counts")
+    parser.add_argument("--seeds", type=int, default=3, help="draws of each design with counts")
+    parser.add_argument("--limit", type=int, default=None, help="data of a bundled set at most")
+    parser.add_argument("--only", nargs="*", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--json", metavar="FILE", help="write the results here, too")
+    settings = parser.parse_args(argv)
+    if settings.quick:
+        settings.sizes, settings.counts, settings.seeds, settings.limit = [60], 60, 1, 60
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        problems = [*bundled(settings.limit), *(p for size in settings.sizes for p in synthetic(size))]
+        rows = [row for problem in problems for row in compare(problem, settings.only)]
+        printed("Gaussian processes side by side", rows, "accuracy or RMSE")
+        counts = [
+            row for name in DESIGNS for s in range(settings.seeds) for row in compare_counts(name, settings.counts, s)
+        ]
+    printed("Counts", counts, "error of the rate")
+    if settings.json:
+        written = {"peers": [asdict(row) for row in rows], "counts": [asdict(row) for row in counts]}
+        Path(settings.json).write_text(json.dumps(written, indent=2), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""The estimators: scikit-learn's own checks, and what its users do with them."""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from sklearn.base import clone
+from sklearn.datasets import load_iris, make_moons
+from sklearn.gaussian_process import GaussianProcessRegressor
+from sklearn.gaussian_process import kernels as peers
+from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+from ntk_iterncgp import NonConjugateGP, kernels
+from ntk_iterncgp.sklearn import GPClassifier, GPPoissonRegressor, GPRegressor, default_kernel
+
+
+@pytest.mark.filterwarnings("ignore")
+@parametrize_with_checks(
+    [GPClassifier(optimize=False), GPRegressor(optimize=False), GPPoissonRegressor(optimize=False)]
+)
+def test_the_estimators_pass_the_checks_of_scikit_learn(estimator: Any, check: Any) -> None:
+    check(estimator)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@parametrize_with_checks([GPClassifier(), GPRegressor(), GPPoissonRegressor()])
+def test_the_estimators_pass_the_checks_of_scikit_learn_also_when_they_optimise(estimator: Any, check: Any) -> None:
+    check(estimator)
+
+
+rng = np.random.default_rng(0)
+INPUTS = rng.uniform(-2, 2, (60, 2))
+WAVE = 100 + 20 * np.sin(2 * INPUTS[:, 0]) + rng.normal(size=60)
+
+
+def test_labels_are_texts_and_inputs_are_tables() -> None:
+    X, y = make_moons(80, noise=0.15, random_state=0)
+    table, names = pd.DataFrame(X, columns=["east", "north"]), np.array(["no", "yes"])[y]
+    model = GPClassifier(optimize=False).fit(table, names)
+    assert list(model.classes_) == ["no", "yes"] and list(model.feature_names_in_) == ["east", "north"]
+    assert set(model.predict(table)) == {"no", "yes"} and model.score(table, names) > 0.9
+    p = model.predict_proba(table)
+    assert p.shape == (80, 2) and np.allclose(p.sum(1), 1) and isinstance(model.gp_, NonConjugateGP)
+    with pytest.raises(ValueError, match="feature names"):
+        model.predict(table[["north", "east"]])
+
+
+def test_more_than_two_classes_in_a_pipeline_and_a_grid() -> None:
+    X, y = load_iris(return_X_y=True)
+    some = slice(None, None, 3)
+    pipeline = make_pipeline(StandardScaler(), GPClassifier(optimize=False))
+    grid = {"gpclassifier__kernel": [kernels.RBF(0.1), 4.0 * kernels.Matern52(1.5)]}
+    search = GridSearchCV(pipeline, grid, scoring="neg_log_loss", cv=3).fit(X[some], y[some])
+    assert search.best_params_["gpclassifier__kernel"] is not None
+    assert "Matern52" in repr(search.best_estimator_[-1].kernel_)
+    assert search.best_estimator_.score(X, y) > 0.93
+
+
+def test_clones_are_equal_and_unfitted_and_settings_are_kept() -> None:
+    model = GPRegressor(kernels.RBF(0.5), noise=0.2, max_products=7, random_state=3)
+    copy = clone(model)
+    assert copy.get_params()["noise"] == 0.2 and not hasattr(copy, "gp_")
+    assert repr(copy.kernel) == repr(model.kernel) and copy.set_params(noise=0.3).noise == 0.3
+    copy.fit(INPUTS, WAVE)
+    assert copy.noise == 0.3 and not hasattr(model, "gp_")  # what is optimised is in kernel_ and gp_
+
+
+def test_regression_is_that_of_scikit_learn_at_the_same_hyperparameters() -> None:
+    peer = GaussianProcessRegressor(2.0 * peers.RBF(0.8), alpha=0.1, optimizer=None).fit(INPUTS, WAVE)
+    ours = GPRegressor(2.0 * kernels.RBF(0.8), noise=0.1, normalize_y=False, optimize=False, max_products=200)
+    ours.fit(INPUTS, WAVE).gp_.refine(100)
+    new = rng.uniform(-2, 2, (9, 2))
+    mean, covariance = peer.predict(new, return_cov=True)
+    found, spread = ours.predict(new, return_cov=True)
+    assert np.allclose(found, mean, rtol=1e-4)
+    assert np.allclose(spread, covariance + 0.1 * np.eye(9), atol=1e-5)  # ours is of observations
+    assert np.allclose(ours.predict(new, return_std=True)[1] ** 2, np.diag(spread), atol=1e-9)
+    assert ours.predict(new).shape == (9,)
+
+
+def test_the_scale_of_the_targets_does_not_matter() -> None:
+    one, other = (GPRegressor(optimize=False).fit(INPUTS, scale * WAVE) for scale in (1.0, 1e5))
+    for found, expected in zip(
+        other.predict(INPUTS, return_std=True), one.predict(INPUTS, return_std=True), strict=True
+    ):
+        assert np.allclose(found, 1e5 * expected, rtol=1e-6)
+
+
+def test_several_outputs_have_the_shapes_of_scikit_learn() -> None:
+    Y = np.stack([WAVE, -0.01 * WAVE, INPUTS[:, 1]], 1)
+    model = GPRegressor(optimize=False).fit(INPUTS, Y)
+    mean, std = model.predict(INPUTS[:5], return_std=True)
+    covariance = model.predict(INPUTS[:5], return_cov=True)[1]
+    assert mean.shape == std.shape == (5, 3) and covariance.shape == (5, 5, 3)
+    assert np.allclose(np.sqrt(np.diagonal(covariance).T), std) and model.score(INPUTS, Y) > 0.9
+    with pytest.raises(ValueError, match="must not both be True"):
+        model.predict(INPUTS, return_std=True, return_cov=True)
+
+
+def test_rates_are_found_whatever_the_exposure() -> None:
+    exposure = rng.uniform(0.5, 40, 60)
+    rate = np.exp(1 + np.sin(2 * INPUTS[:, 0]))
+    counts = rng.poisson(rate * exposure)
+    model = GPPoissonRegressor(optimize=False).fit(INPUTS, counts, exposure=exposure)
+    found, std = model.predict(INPUTS, return_std=True)
+    assert np.abs(found / rate - 1).mean() < 0.15 and (std >= np.sqrt(found)).all()
+    assert 0 < GPPoissonRegressor(optimize=False).fit(INPUTS, rng.poisson(rate)).score(INPUTS, rng.poisson(rate)) < 1
+    with pytest.raises(ValueError, match="`y` must hold counts of at least 0"):
+        GPPoissonRegressor().fit(INPUTS, counts - 1000)
+    with pytest.raises(ValueError, match="`exposure` must hold one number for each of the 60 data"):
+        GPPoissonRegressor().fit(INPUTS, counts, exposure=[1.0])
+
+
+def test_counts_that_are_all_zero_have_a_small_rate() -> None:
+    model = GPPoissonRegressor(optimize=False).fit(INPUTS, np.zeros(60))
+    assert (model.predict(INPUTS) < 0.1).all()
+
+
+def test_hyperparameters_are_chosen_by_default_and_help() -> None:
+    chosen, started = (GPRegressor(optimize=optimize).fit(INPUTS, WAVE) for optimize in (True, False))
+    assert chosen.log_marginal_likelihood() > started.log_marginal_likelihood()
+    assert chosen.gp_.likelihood.variance < 0.05  # of 20² / 2
+    lengthscales = chosen.kernel_.hyperparameters()["lengthscale"]
+    assert lengthscales[1] > 3 * lengthscales[0]  # the second feature means nothing
+
+
+def test_the_default_kernel_knows_the_scale_of_each_feature() -> None:
+    X = torch.tensor(rng.normal(size=(100, 2)) * [1.0, 1000.0])
+    first, second = default_kernel(X, 1.0).lengthscale.tolist()
+    assert second == pytest.approx(1000 * first, rel=0.2)
+    assert default_kernel(X[:10], 1.0).lengthscale.ndim == 0
+    assert default_kernel(torch.ones(50, 2), 1.0).lengthscale.tolist() == [pytest.approx(2**0.5)] * 2
+
+
+def test_float32_stays_float32_inside_and_seeds_decide() -> None:
+    model = GPRegressor(optimize=False, random_state=np.random.RandomState(3)).fit(INPUTS.astype(np.float32), WAVE)
+    assert model.gp_.latent(torch.tensor(INPUTS, dtype=torch.float32))[0].dtype == torch.float32
+    assert model.predict(INPUTS).dtype == np.float64
+    assert cross_val_score(GPRegressor(optimize=False), INPUTS, WAVE, cv=3).mean() > 0.5
+
+
+def test_one_class_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs labels of at least two classes; got one class, 'a'"):
+        GPClassifier().fit(INPUTS, ["a"] * 60)
