@@ -19,6 +19,7 @@ from benchmarks import (
     shares,
     soak,
     solver,
+    updates,
     when_it_helps,
 )
 from ntk_iterncgp.kernels import fused
@@ -280,3 +281,19 @@ def test_the_benchmark_of_gps_prints_two_tables(tmp_path: Path, capsys: pytest.C
     assert {row["method"] for row in written["counts"]} == {"ours", "GLM", "mean count"}
     assert all(row["nll"] == row["nll"] and not row["note"] for table in written.values() for row in table)
     assert capsys.readouterr().out.count("| data | N | method | NLL |") == 2
+
+
+@pytest.mark.cli
+def test_the_benchmark_of_updates_counts_what_went_through_the_network(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NTK_ITERNCGP_DATA", raising=False)
+    file = tmp_path / "updates.json"
+    updates.main(["--quick", "--json", str(file)])
+    figures = json.loads(file.read_text())
+    assert figures["updates rank"] == figures["one fit rank"] == figures["rank"] == 8
+    for name in ("one fit", "updates"):
+        assert 0.3 < figures[f"{name} backward"] < 2 and figures[f"{name} forward"] > 1
+        assert 0 < figures[f"{name} contraction"] < 1
+    assert figures["quality"] > 0.5
+    assert "time of the updates, over one fit" in capsys.readouterr().out

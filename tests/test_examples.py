@@ -16,7 +16,8 @@ EXAMPLES: dict[str, tuple[str, str]] = {  # arguments, and what is printed
     "mnist_lenet.py": (TOY, r"NLL: ours \d\.\d+, temperature scaling \d\.\d+"),
     "cifar_resnet.py": ("--toy", r"network as it is  : accuracy .*\nwith its posterior: accuracy "),
     "huggingface_style_dict_batches.py": ("", r"163 of 963 weights are uncertain.*\n[89]\d % of the first batch right"),
-    "active_learning.py": ("", r"labels +8 +14 +20 +26\nby doubt .*%\nat random .*%"),
+    "active_learning.py": ("--toy", r"digits, labels +20 +30\nby posterior .*%\nat random .*%\ndifference .*%\n95 %"),
+    "streaming.py": ("", r"\n1600 +30 +\d+\.\d+\none fit +30 +\d+\.\d+"),
     "standalone_matern.py": (
         "",
         r"wines: accuracy (0\.9\d|1\.0)\d+, NLL .*\nfar from the data: \['0.33', '0.33', '0.33'\]",

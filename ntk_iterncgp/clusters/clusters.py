@@ -253,9 +253,11 @@ class Clusters:
         num_params: int,
         *,
         max_epochs: float | None = None,
+        combines: bool = True,
     ) -> Pass:
         """Group the data for the next directions, so many of each. `like` gives the dtype and device of the images. If
-        `max_epochs` are not enough for all of the pass, its groups are the actions: there will be no combining them."""
+        `max_epochs` are not enough for all of the pass, its groups are the actions: there will be no combining them.
+        Nor if `combines` is off."""
         number = cotangents_each(self.likelihood, cotangents, max_epochs)
         num_actions, num_kept = num_actions * (cotangents or 1), None  # in all
         num_groups = -(-num_actions // number)
@@ -265,7 +267,7 @@ class Clusters:
         else:
             rows, directions = torch.arange(len(self.outputs), device=self.outputs.device), self.directions(number)
         is_enough = max_epochs is None or epochs_of(len(rows), number, len(self.outputs)) <= max_epochs + 1e-9
-        if is_enough and (is_chosen or (not self.passes and number * len(rows) > num_actions)):
+        if combines and is_enough and (is_chosen or (not self.passes and number * len(rows) > num_actions)):
             num_groups = groups_for(num_actions, len(rows), num_params * like.element_size(), number)
             num_kept = num_actions
         num_groups = min(num_groups, len(rows))

@@ -309,12 +309,17 @@ class FirstBatch:
             )
 
 
+FEW = 16  # data of the first batch that show that a known model is still what it was
+
+
 class Probe:
     """Checks data and model in eval mode, then what the model returns for the first batch."""
 
-    def __init__(self, model: nn.Module, data: FixedOrderData) -> None:
+    def __init__(self, model: nn.Module, data: FixedOrderData, *, is_known: bool = False) -> None:
         self.model, self.data = model, data
         self.inputs = _first_inputs(data)
+        if is_known and (rows := data.num_rows(self.inputs)) > FEW:
+            self.inputs = slice_rows(self.inputs, slice(0, FEW), rows)
         training = [name or type(module).__name__ for name, module in model.named_modules() if module.training]
         if training:
             raise ValueError(

@@ -333,7 +333,7 @@ def in_fixed_order(loader: DataLoader | Sequence[Any]) -> FixedBatches | Sequenc
         return _nonempty(loader if isinstance(loader, (list, tuple)) else FixedBatches(loader, len(loader)))
     if isinstance(loader.dataset, IterableDataset) or type(loader).__iter__ is not DataLoader.__iter__:
         return _stream(loader)
-    source = _map_style(loader)
+    source = map_style(loader)
     return _nonempty(FixedBatches(source.read(source.batches), len(source.batches), source))
 
 
@@ -343,7 +343,7 @@ def _stream(loader: DataLoader) -> FixedBatches:
     if loader.drop_last:
         _report_drop_last(loader.dataset, loader.batch_size, _length_of(loader.dataset), is_overruled=can_rebuild)
     if can_rebuild and (loader.drop_last or loader.persistent_workers):  # which are not seeded again for a new sweep
-        loader = DataLoader(loader.dataset, batch_size=loader.batch_size, **_loader_settings(loader))
+        loader = DataLoader(loader.dataset, batch_size=loader.batch_size, **loader_settings(loader))
     length = _length_of(loader)
     if length is None:
         raise ValueError(
@@ -353,8 +353,8 @@ def _stream(loader: DataLoader) -> FixedBatches:
     return _nonempty(FixedBatches(loader, length))
 
 
-def _map_style(loader: DataLoader) -> MapStyle:
-    batched, settings = loader.batch_sampler, _loader_settings(loader)
+def map_style(loader: DataLoader) -> MapStyle:
+    batched, settings = loader.batch_sampler, loader_settings(loader)
     if batched is None:
         return MapStyle(loader.dataset, settings, _indices(loader, loader.sampler), is_batched=False)
     if type(batched) is BatchSampler:
@@ -397,7 +397,7 @@ def _generators(loader: Any) -> list[torch.Generator]:
     return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
 
-def _loader_settings(loader: DataLoader) -> dict[str, Any]:
+def loader_settings(loader: DataLoader) -> dict[str, Any]:
     """Workers do not persist: each loader made here is for one purpose, and a sweep starts from their seeds."""
     return dict(
         num_workers=loader.num_workers,

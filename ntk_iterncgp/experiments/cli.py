@@ -1,6 +1,7 @@
 """The command `ntk-iterncgp`, also `python -m ntk_iterncgp`.
 
     ntk-iterncgp fit CONFIG                         network or kernel, and data -> posterior.safetensors
+    ntk-iterncgp merge POSTERIOR … --output FILE    fits of different data -> the posterior of all of them
     ntk-iterncgp predict POSTERIOR --input FILE     -> probabilities or intervals, and scores, as CSV or npz
     ntk-iterncgp evaluate CONFIG                    -> metrics, baselines, report.html
     ntk-iterncgp demo                               the same on scikit-learn's digits, in three minutes
@@ -36,7 +37,7 @@ from ntk_iterncgp.experiments.settings import ConfigError
 
 FAILURE, USER_ERROR, INTERRUPTED = 1, 2, 130
 GRACE_SECONDS = 5.0
-COMMANDS = "{fit,predict,evaluate,demo,bench,reproduce}"
+COMMANDS = "{fit,merge,predict,evaluate,demo,bench,reproduce}"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -130,6 +131,10 @@ def _parser() -> _Parser:
     for command in (fit, evaluate):
         command.add_argument("config", metavar="CONFIG", help="YAML file with what differs from the defaults")
         _add_settings(command)
+    fit.add_argument("--shard", metavar="k/K", help="only the k-th of K parts of the training data, for 'merge'")
+    text = "add up posteriors of the same network and different data"
+    example = "merge runs/*/posterior.safetensors --output runs/all/posterior.safetensors"
+    _add_merge(add("merge", _merge, text, example))
     text = "probabilities, or intervals of real targets, and scores for new inputs"
     example = "predict runs/digits/posterior.safetensors --input new.npz --output new.csv"
     _add_prediction(add("predict", _predict, text, example))
@@ -151,6 +156,17 @@ def _add_prediction(command: argparse.ArgumentParser) -> None:
     command.add_argument("--output", metavar="FILE", help=outputs)
     links = ("quadrature", "probit")
     command.add_argument("--link", type=_link, choices=links, default=links[0], help="default: quadrature")
+    _add_model(command)
+
+
+def _add_merge(command: argparse.ArgumentParser) -> None:
+    command.add_argument("posteriors", metavar="POSTERIOR", nargs="+", help="files that 'fit' or 'merge' wrote")
+    command.add_argument("--output", metavar="FILE", required=True, help="the .safetensors to write")
+    command.add_argument("--max-rank", metavar="R", type=int, help="how many actions to keep (default: all)")
+    _add_model(command)
+
+
+def _add_model(command: argparse.ArgumentParser) -> None:
     trusted = "what makes your own network; the file's word is not enough"
     command.add_argument("--model", metavar="MODULE:FUNCTION", help=trusted)
     command.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
@@ -189,6 +205,8 @@ def with_output_dir(config: RunConfig, folder: str) -> RunConfig:
 
 
 def _fit(arguments: argparse.Namespace) -> int:
+    if arguments.shard is not None:
+        arguments.overrides.append(f"fit.shard={arguments.shard}")
     config = _settings(arguments)
     _announce(f"fit {arguments.config}, results go to {config.output_dir}")
     from ntk_iterncgp.experiments.runs import fit
@@ -203,6 +221,17 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     from ntk_iterncgp.experiments.runs import evaluate
 
     evaluate(config)
+    return 0
+
+
+def _merge(arguments: argparse.Namespace) -> int:
+    files, output = [Path(name) for name in arguments.posteriors], Path(arguments.output)
+    if arguments.max_rank is not None and arguments.max_rank < 1:
+        raise ConfigError(f"--max-rank must be a whole number of at least 1; got {arguments.max_rank}. Try 200.")
+    _announce(f"merge {len(files)} posteriors into {output}")
+    from ntk_iterncgp.experiments.runs import merge
+
+    merge(files, output, max_rank=arguments.max_rank, device=arguments.device, trusted_model=arguments.model)
     return 0
 
 

@@ -120,6 +120,7 @@ class FitConfig:
     max_rank: Count | None = None
     prior_precision: Positive = 1.0
     refine_epochs: Positive | None = None  # after the fit, so many epochs more
+    shard: str | None = None  # 3/16: the third of 16 parts of the training data, to be merged with those of the others
     options: dict[str, Any] = field(default_factory=dict)  # further keywords of the flavour, as they are
 
 
@@ -179,6 +180,8 @@ class RunConfig:
         self._check_precisions()
 
     def _check_task(self) -> None:
+        if self.fit.shard is not None:
+            shard_numbers(self.fit.shard)
         if self.data.task == "regression" and (self.data.name != "arrays" or self.data.ood):
             got = f"{self.data.name} and {shown(list(self.data.ood))}"
             expected = "'classification' unless data.name is 'arrays' and data.ood empty"
@@ -208,6 +211,15 @@ class RunConfig:
         for part in name.split("."):
             value = getattr(value, part)
         return value
+
+
+def shard_numbers(text: str) -> tuple[int, int]:
+    """The 3 and the 16 of 3/16."""
+    number, slash, total = text.partition("/")
+    digits = slash and all(part.isascii() and part.isdigit() and len(part) < 10 for part in (number, total))
+    if not digits or not 1 <= int(number) <= int(total):
+        raise ConfigError(f"fit.shard must be k/K with 1 ≤ k ≤ K; got {shown(text)}. Try 1/4, 2/4, … on 4 machines.")
+    return int(number), int(total)
 
 
 SHORT = {"tuning": "protocol"}  # a section that may be written as one of its settings: `tuning: crossfit`

@@ -32,7 +32,8 @@ from ntk_iterncgp.fitting.network_check import check_posterior, checked_passes, 
 from ntk_iterncgp.fitting.report import FitReport, Record, from_table, to_table
 from ntk_iterncgp.likelihoods.base import CurvatureAt
 from ntk_iterncgp.persistence.checkpoint import UNSAVED, CheckpointSession
-from ntk_iterncgp.persistence.fingerprint import batch_digests, checked_digests
+from ntk_iterncgp.persistence.fingerprint import batch_digests, checked_digests, data_fingerprint
+from ntk_iterncgp.posterior.merging import folded
 from ntk_iterncgp.posterior.weight_space import WeightPosterior
 from ntk_iterncgp.priors.rows import curvature_diagonal, plan_trace
 from ntk_iterncgp.runtime import parallel
@@ -41,7 +42,7 @@ from ntk_iterncgp.solver.stopping import Status
 
 @dataclass(frozen=True, eq=False)
 class ForwardState:
-    """What the forward sweep has seen: outputs, targets, features and, if saved, digests of each batch, one by one."""
+    """What the forward sweep has seen: outputs, targets, features and digests of each batch, one by one."""
 
     batches: list[tuple[Tensor, ...]] = field(default_factory=list)
 
@@ -83,7 +84,7 @@ class ClusterState:
     curvature_diagonal: Tensor  # of JᵀWJ (P,)
     trace_is_exact: bool
     epochs: float  # of the fit and all that followed
-    digests: Tensor | None = None  # of the data (N,), where they are saved
+    digests: Tensor  # of the data (N,)
     passes: int = 0  # done in this call
     position: PassPosition | None = None  # None: at the start of a call, and after its end
     is_reading_due: bool = False  # of the meter
@@ -230,18 +231,6 @@ def weight_posterior(state: ClusterState, network: LinearisedNetwork) -> WeightP
     return posterior.with_gram(clusters.image_gram())
 
 
-def folded(posterior: WeightPosterior) -> WeightPosterior:
-    """More actions than weights as just so many: for every prior the posterior knows A R⁻¹Aᵀ alone, a P×P matrix.
-
-    With R = LLᵀ and the QR decomposition L⁻¹Aᵀ = QT it is TᵀT, which is that of the combinations L⁻ᵀQ of the actions.
-    """
-    lower = torch.linalg.cholesky(posterior.noise_gram)
-    whitened = torch.linalg.solve_triangular(lower, posterior.images.T.double(), upper=False)  # (B, P)
-    Q = torch.linalg.qr(whitened).Q
-    combinations = torch.linalg.solve_triangular(lower.T, Q, upper=True)
-    return replace(posterior.combined(combinations), num_actions=posterior.rank)
-
-
 def unfolded(posterior: WeightPosterior, clusters: Clusters) -> WeightPosterior:
     """The same with the actions of which it was made."""
     images, noise_gram = clusters.actions()
@@ -268,7 +257,7 @@ def fit_by_clusters(
     if session.saved is not None:
         checked_digests(session, network.data)
     budget = Budget(settings.max_epochs)
-    run = ClusterRun(network, settings, budget, max_passes=1, is_saved=session.is_kept)
+    run = ClusterRun(network, settings, budget, max_passes=1)
     return _finish(
         drive(run, ForwardState(), budget=budget, progress_bar=progress_bar, session=session), network, settings
     )
@@ -287,9 +276,10 @@ def refine_by_clusters(
     state, report = fitted.state, fitted.report
     assert isinstance(state, ClusterState)
     digests = checked_digests(session, network.data)
+    digests = state.digests if digests is None else digests
     if budget.epochs is not None:
         budget = replace(budget, epochs=state.epochs + budget.epochs)
-    run = ClusterRun(network, settings, budget, max_passes=None, is_saved=session.is_kept)
+    run = ClusterRun(network, settings, budget, max_passes=None)
     trajectory = drive(
         run,
         replace(state, clusters=state.clusters.copy(), digests=digests, passes=0),
@@ -314,10 +304,9 @@ class ClusterRun(Run[AnyState]):
         budget: Budget,
         *,
         max_passes: int | None,
-        is_saved: bool,
     ) -> None:
         self.network, self.settings, self.budget = network, settings, budget
-        self.max_passes, self.is_saved = max_passes, is_saved
+        self.max_passes = max_passes
         self.has_own_sums = False  # the images of the current pass are those of this process, not yet of all
 
     # --- the algorithm ------------------------------------------------------------------------------------------------
@@ -343,14 +332,13 @@ class ClusterRun(Run[AnyState]):
         return state, Status.BUDGET
 
     def _forward(self, state: ForwardState) -> Generator[AnyState, None, ClusterState]:
-        """Outputs, targets and features of all data; and digests, where these are saved. Then the trace."""
+        """Outputs, targets, features and digests of all data. Then the trace."""
         network, data, device = self.network, self.network.data, self.network.jacobian.device
         with batch_features(network.jacobian) as features_of:
 
             def visit(x: Inputs, y: Tensor) -> tuple[Tensor, ...]:
                 outputs = network.jacobian.forward(x)
-                digests = (batch_digests(data, x, y).to(device),) if self.is_saved else ()
-                return outputs, y, features_of(x, outputs), *digests
+                return outputs, y, features_of(x, outputs), batch_digests(data, x, y).to(device)
 
             for batch in data.each_batch(visit, skip=len(state.batches)):
                 state.batches.append(batch)
@@ -368,7 +356,7 @@ class ClusterRun(Run[AnyState]):
         plan = plan_trace(network.jacobian, len(outputs), outputs.shape[1], num_calls)
         curvature = CurvatureAt(clusters.likelihood, outputs)
         diagonal = curvature_diagonal(network.jacobian, data, curvature, plan, chunk_bytes=self.settings.chunk_bytes)
-        digests = torch.cat([part.cpu() for part in columns[3]]) if self.is_saved else None
+        digests = torch.cat([part.cpu() for part in columns[3]])
         return ClusterState(clusters, diagonal, plan.is_exact, epochs=1 / 3, digests=digests)
 
     def _begin_pass(self, state: ClusterState) -> ClusterState:
@@ -385,7 +373,12 @@ class ClusterRun(Run[AnyState]):
             left = None if self.budget.epochs is None else self.budget.epochs - state.epochs
             left = left if self.budget.seconds is None else 0.0  # nobody knows how many that will be
             target = clusters.new_pass(
-                self.settings.cotangents, self.settings.num_actions, like, jacobian.num_params, max_epochs=left
+                self.settings.cotangents,
+                self.settings.num_actions,
+                like,
+                jacobian.num_params,
+                max_epochs=left,
+                combines=self.settings.combines,
             )
             clusters.passes.append(target)
         missing = int((~clusters.passes[-1].swept).sum())
@@ -397,7 +390,7 @@ class ClusterRun(Run[AnyState]):
         target = clusters.passes[-1]
         per_item = epochs_of(1, len(target.directions), len(clusters.outputs))
         # On the way only one process can read: the images of several are not summed before the end.
-        has_readings = len(clusters.passes) == 1 and processes == 1
+        has_readings = len(clusters.passes) == 1 and processes == 1 and not self.settings.is_known
         sweep = clusters.sweep(target, network.jacobian, network.data, self.settings.chunk_bytes)
         with closing(sweep):
             for batch, size in enumerate(sweep, 1):
@@ -531,4 +524,5 @@ def _finish(trajectory: Trajectory[AnyState], network: LinearisedNetwork, settin
         epochs=state.epochs,
         trace_is_exact=state.trace_is_exact,
     )
-    return NetworkFit(posterior, loss, *clusters.shape, report, state, network.first_batch)
+    seen = data_fingerprint(state.digests)
+    return NetworkFit(posterior, loss, *clusters.shape, report, state, network.first_batch, seen)

@@ -51,6 +51,8 @@ class NetworkSettings:
     options: NewtonOptions
     chunk_bytes: int
     seed: int
+    combines: bool = True  # more groups than actions into the best combinations; else each group is an action
+    is_known: bool = False  # the model, whose derivatives an earlier fit has checked
 
     @classmethod
     def checked(
@@ -150,7 +152,7 @@ class LinearisedNetwork:
 class NetworkFit:
     """What a fit gives: the posterior, the loss −log p(y | f) for unit noise without constants, and the report.
 
-    `state` is what `refine` resumes, with data that begin with `first_batch`.
+    `state` is what `refine` resumes, with data that begin with `first_batch`; `data_seen` is their fingerprint.
     """
 
     posterior: WeightPosterior
@@ -160,6 +162,7 @@ class NetworkFit:
     report: FitReport
     state: State | ClusterState
     first_batch: FirstBatch
+    data_seen: Tensor  # (1,)
 
 
 def checked_targets(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from ntk_iterncgp.fitting.self_check import checked
 from ntk_iterncgp.fitting.solver_run import SolverRun, Steps, solver_report
 from ntk_iterncgp.likelihoods.base import CurvatureAt
 from ntk_iterncgp.persistence.checkpoint import UNSAVED, CheckpointSession
-from ntk_iterncgp.persistence.fingerprint import checked_digests
+from ntk_iterncgp.persistence.fingerprint import checked_digests, data_digests, data_fingerprint
 from ntk_iterncgp.posterior.weight_space import WeightPosterior
 from ntk_iterncgp.priors.ntk import NetworkImages, NTKPrior, sweep_outputs
 from ntk_iterncgp.solver.inner import inner_loop
@@ -70,7 +70,9 @@ def fit_by_products(
     start = initial_state(problem, seed=settings.seed, capacity=capacity)
     digests = checked_digests(session, network.data)
     run = SolverRun(lambda state: _run(state, settings), start, settings.stopping.max_products, digests)
-    return _finish(drive(run, start, progress_bar=progress_bar, session=session), network, settings)
+    trajectory = drive(run, start, progress_bar=progress_bar, session=session)
+    seen = data_fingerprint(data_digests(network.data) if digests is None else digests)
+    return _finish(trajectory, network, settings, seen)
 
 
 def refine_by_products(
@@ -98,7 +100,7 @@ def refine_by_products(
         progress_bar=progress_bar,
         session=session,
     )
-    return _finish(trajectory, network, more)
+    return _finish(trajectory, network, more, fitted.data_seen)
 
 
 def _with_data(state: object, network: LinearisedNetwork) -> State:
@@ -116,7 +118,9 @@ def _run(state: State, settings: NetworkSettings, *, go_on: bool = False) -> Ste
     return _linear_run(state, settings)
 
 
-def _finish(trajectory: Trajectory[State], network: LinearisedNetwork, settings: NetworkSettings) -> NetworkFit:
+def _finish(
+    trajectory: Trajectory[State], network: LinearisedNetwork, settings: NetworkSettings, data_seen: Tensor
+) -> NetworkFit:
     """Check the last state, mend or refuse it, and make the posterior of it."""
     report = solver_report(trajectory)
     ascends = settings.mean == "refined" and settings.options.keeps_mean and network.classification
@@ -134,7 +138,7 @@ def _finish(trajectory: Trajectory[State], network: LinearisedNetwork, settings:
     )
     loss = _loss(state, network.classification, settings.mean == "refined")
     num_data, num_outputs = state.latent.shape
-    return NetworkFit(posterior, loss, num_data, num_outputs, report, state, network.first_batch)
+    return NetworkFit(posterior, loss, num_data, num_outputs, report, state, network.first_batch, data_seen)
 
 
 def _epochs(num_products: int) -> float:

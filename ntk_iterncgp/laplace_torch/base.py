@@ -227,7 +227,8 @@ class IterNCGPLaplace(Calibrating, Detecting, FittedNetwork):
         if clusters is None or self.posterior.rank != min(clusters.rank, len(self.mean)):
             raise RuntimeError(
                 "attribution expects a posterior fitted with policy='clusters' in this process and not compressed, "
-                "since only then the groups are known. Call fit(train_loader) first."
+                "since only then the groups are known: an updated or merged one has them no longer. Call "
+                "fit(train_loader) with all data first."
             )
         posterior = unfolded(self.posterior, clusters).conditioned(self.prior_precision, self._noise_scale)
         groups, combinations = clusters.group_images(), clusters.combinations()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from laplace.baselaplace import BaseFunctionalLaplace
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ntk_iterncgp.data.fixed_order import FirstBatch, FixedOrderData, Inputs, slice_rows, to_device
+from ntk_iterncgp.data.sharding import shard_of
 from ntk_iterncgp.fitting.cluster_run import fit_by_clusters, refine_by_clusters
 from ntk_iterncgp.fitting.cost import Cost, check_memory, check_memory_to_refine, estimate_cost, room_for_data
 from ntk_iterncgp.fitting.drive import Budget
@@ -23,7 +25,17 @@ from ntk_iterncgp.fitting.report import FitReport
 from ntk_iterncgp.jacobian.base import NetworkJacobian
 from ntk_iterncgp.jacobian.calling import unwrapped
 from ntk_iterncgp.laplace_torch.hyperparameters import check_hyperparameters
-from ntk_iterncgp.persistence.checkpoint import Checkpoint, open_session
+from ntk_iterncgp.laplace_torch.updating import (
+    PartialFit,
+    added,
+    check_may_add,
+    check_new_data,
+    derivatives_as_before,
+    other_fit,
+    update_settings,
+    without_interruption,
+)
+from ntk_iterncgp.persistence.checkpoint import Checkpoint, CheckpointSession, open_session
 from ntk_iterncgp.persistence.fingerprint import described, digest, fingerprint, flatten, same_fingerprint
 from ntk_iterncgp.posterior.contrasts import Reference, reference_size
 from ntk_iterncgp.posterior.weight_space import ConditionedPosterior, WeightPosterior
@@ -32,6 +44,8 @@ from ntk_iterncgp.runtime.threads import evaluating, exclusively
 from ntk_iterncgp.runtime.validate import whole_number
 from ntk_iterncgp.solver.newton import NewtonOptions
 from ntk_iterncgp.solver.policies import Policy
+
+F = TypeVar("F", NetworkFit, PartialFit)
 
 
 class FittedNetwork(BaseFunctionalLaplace):
@@ -120,13 +134,16 @@ class FittedNetwork(BaseFunctionalLaplace):
         self.posterior: WeightPosterior
         self._report: FitReport | None = None
         self._fit: NetworkFit | None = None  # what refine resumes
+        self._shard: tuple[int, int] | None = None  # and of which part of the data
+        self.data_seen = torch.zeros(0, dtype=torch.int64)  # fingerprints of the data sets in the posterior
         self._conditioned: tuple[tuple[Tensor, Tensor], ConditionedPosterior] | None = None
 
     # --- where J comes from ------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _open(self, loader: DataLoader) -> tuple[NetworkJacobian, FixedOrderData, FirstBatch]:
-        """The Jacobian, the training data as it takes them, and the first batch of these."""
+    def _open(self, loader: DataLoader, *, is_known: bool) -> tuple[NetworkJacobian, FixedOrderData, FirstBatch]:
+        """The Jacobian, the training data as it takes them, and the first batch of these; of a model that is known from
+        an earlier fit, some data of it."""
 
     @abstractmethod
     def _jacobian_at(self, x: Inputs) -> tuple[NetworkJacobian, Inputs]:
@@ -150,24 +167,99 @@ class FittedNetwork(BaseFunctionalLaplace):
         progress_bar: bool = False,
         *,
         checkpoint: Checkpoint | None = None,
+        shard: tuple[int, int] | None = None,
     ) -> None:
         """Infer the posterior from all data of the loader. On failure the model and an earlier fit are as before.
 
-        With a `checkpoint` the work is saved as it goes, and the same call after a crash resumes it.
+        Args:
+            train_loader: A DataLoader, or a list of batches.
+            override: False conditions an earlier fit on these data, too: `update`.
+            progress_bar: Whether to show one.
+            checkpoint: Where the work is saved as it goes; the same call after a crash resumes it.
+            shard: (k, K) for the k-th of K parts of the data, every K-th datum. Fits of all parts, on machines that
+                need not talk, make up the posterior of all data: `merge`.
         """
+        part = train_loader if shard is None else shard_of(train_loader, shard)
         if not override:
-            raise ValueError(
-                "`override` must be True, since the posterior is that of one data set; got False. Try to fit all data."
-            )
+            self.update(part, progress_bar=progress_bar, checkpoint=checkpoint)
+            return
         _require_one_device(self.model)
         with exclusively(self.model), evaluating(self.model):
-            network = self._network(train_loader)
+            network = self._network(part)
             session = open_session(checkpoint, "fit", lambda: identity(self, network))
-            cost = estimate_cost(network, self.settings, timed=False)
-            network.data.keep_bytes = room_for_data(check_memory(cost))
-            fit = fit_by_clusters if self.settings.in_groups else fit_by_products
-            result = fit(network, self.settings, progress_bar=progress_bar, session=session)
-            self._take(self._with_reference(result, network))
+            found = _fitted_to(network, self.settings, progress_bar=progress_bar, session=session)
+            self._take(self._with_reference(found, network))
+            self._shard = shard
+
+    @parallel.together()
+    def update(self, loader: DataLoader, *, progress_bar: bool = False, checkpoint: Checkpoint | None = None) -> None:
+        """Condition on more data, without the old ones, at the cost of a fit to the new data alone.
+
+        At fixed weights posteriors of disjoint data add up: with A = [A₁ A₂] and R = diag(R₁, R₂) the variance falls at
+        every input, and is not below the exact one given all data. Where `max_rank` is set the best combinations are
+        kept; without it each update adds `num_actions` actions, up to as many as there are weights. Before any fit it
+        is one. Data given twice count twice, with a warning.
+
+        Args:
+            loader: The new data, as for `fit`.
+            progress_bar: Whether to show one.
+            checkpoint: Where the work is saved as it goes.
+
+        Raises:
+            ValueError: for a refined mean of a classifier, which moves with all data.
+            RuntimeError: where the model has changed since the fit.
+            KeyboardInterrupt: after Ctrl-C. Whatever is raised, the earlier posterior stays.
+        """
+        _require_one_device(self.model)
+        if self._fitted:
+            check_may_add(self)
+            self._refresh_posterior()
+        with exclusively(self.model), evaluating(self.model):
+            with derivatives_as_before(self):
+                network = self._network(loader, is_known=self.has_fitted)
+            settings, before = update_settings(self, network), self.n_data if self._fitted else 0
+            session = open_session(checkpoint, "update", lambda: identity(self, network, update=(settings, before)))
+            with without_interruption():
+                found = _fitted_to(network, settings, progress_bar=progress_bar, session=session)
+            check_new_data(self, found)
+            if self._fitted:
+                whole = added(self, PartialFit.of_fit(found), self.settings.options.max_rank)
+                self._adopt(self._with_reference(whole, network))
+            else:
+                self._take(self._with_reference(found, network))
+
+    def merge(self, other: FittedNetwork | Mapping[str, Any], *, max_rank: int | None = None) -> None:
+        """Add the posterior of another fit of this network, to other data.
+
+        The hyperparameters stay those of this object. In any order the result is the same, and that of one fit with all
+        of the actions; `max_rank` keeps the best combinations. On failure nothing has changed.
+
+        Args:
+            other: A fitted Laplace object, or its `state_dict()`.
+            max_rank: How many actions to keep; None for that of the settings, if any.
+
+        Raises:
+            TypeError: where it is neither.
+            ValueError: for another model, likelihood or prior mean, and for a fit to data that are in already.
+        """
+        self._check_fitted()
+        if max_rank is not None:
+            max_rank = whole_number("max_rank", max_rank, at_least=1)
+        check_may_add(self)
+        self._refresh_posterior()
+        max_rank = self.settings.options.max_rank if max_rank is None else max_rank
+        self._adopt(added(self, other_fit(self, other), max_rank))
+
+    @property
+    def has_fitted(self) -> bool:
+        """Whether there was a fit in this process, which has checked the model."""
+        return self._report is not None
+
+    def _adopt(self, found: PartialFit) -> None:
+        """All has been computed before anything is changed."""
+        self.posterior, self.loss, self.n_data = found.posterior, found.loss, found.num_data
+        self.data_seen, self._report = found.data_seen, found.report
+        self._fit, self._conditioned = None, None
 
     @parallel.together()
     def refine(
@@ -190,13 +282,15 @@ class FittedNetwork(BaseFunctionalLaplace):
             raise ValueError("refine must be given epochs or seconds; got neither. Try refine(train_loader, epochs=1).")
         if self._fit is None:
             raise RuntimeError(
-                "refine must follow a fit in this process; got a loaded posterior, which holds what predictions need, "
-                "not the groups and actions to resume. Try fit(train_loader)."
+                "refine must follow a fit in this process; got a loaded or merged posterior, or an updated one, which "
+                "holds what predictions need, not the groups and actions to resume. Try fit(train_loader), or "
+                "update(loader) with data that it has not seen."
             )
         self._refresh_posterior()
         budget = Budget(epochs, seconds)
         with exclusively(self.model), evaluating(self.model):
-            network, fitted = self._network(train_loader), self._fit
+            part = train_loader if self._shard is None else shard_of(train_loader, self._shard)
+            network, fitted = self._network(part), self._fit
             session = open_session(checkpoint, "refine", lambda: identity(self, network, fitted, budget))
             fitted.first_batch.check_same(network.first_batch)
             network.data.keep_bytes = room_for_data(check_memory_to_refine(fitted, network, self.settings, budget))
@@ -209,14 +303,14 @@ class FittedNetwork(BaseFunctionalLaplace):
         with exclusively(self.model), evaluating(self.model):
             return estimate_cost(self._network(train_loader), self.settings, timed=True)
 
-    def _network(self, loader: DataLoader) -> LinearisedNetwork:
+    def _network(self, loader: DataLoader, *, is_known: bool = False) -> LinearisedNetwork:
         if torch.is_inference_mode_enabled():
             raise RuntimeError(
                 "A fit must run outside of torch.inference_mode(), where there are no derivatives; got a call inside. "
                 "Try torch.no_grad()."
             )
         parallel.check_same([*self.model.parameters(), *self.model.buffers()], "The model's weights and buffers are")
-        jacobian, data, first_batch = self._open(loader)
+        jacobian, data, first_batch = self._open(loader, is_known=is_known)
         self._check_hyperparameters()
         noise_scale = float(self._noise_scale.detach())
         if not (math.isfinite(noise_scale) and noise_scale > 0):
@@ -236,20 +330,21 @@ class FittedNetwork(BaseFunctionalLaplace):
             first_batch=first_batch,
         )
 
-    def _with_reference(self, result: NetworkFit, network: LinearisedNetwork) -> NetworkFit:
+    def _with_reference(self, found: F, network: LinearisedNetwork) -> F:
         """With the shape of the covariance of the outputs, from a few of the first inputs."""
-        number = reference_size(result.num_data, result.num_outputs) if network.classification else 0
+        first, jacobian, posterior = network.first_batch, network.jacobian, found.posterior
+        num_rows, C = first.outputs.shape
+        number = reference_size(network.data.num_data(num_rows), C) if network.classification else 0
         if number == 0:
-            return result
-        first, jacobian, C = network.first_batch, network.jacobian, result.num_outputs
-        number = min(number, len(first.outputs))
-        some = slice_rows(to_device(first.inputs, jacobian.device), slice(0, number), len(first.outputs))
+            return found
+        number = min(number, num_rows)
+        some = slice_rows(to_device(first.inputs, jacobian.device), slice(0, number), num_rows)
         with torch.no_grad():
             rows = jacobian.rows_in_parts(
                 some, number, Reference.contrasts, Reference.num_rows(C), self.settings.chunk_bytes
             )
-            reference = Reference.of(rows, result.posterior.images)
-        return replace(result, posterior=replace(result.posterior, reference=reference))
+            reference = Reference.of(rows, posterior.images)
+        return replace(found, posterior=replace(posterior, reference=reference))
 
     def _check_hyperparameters(self) -> None:
         """Again, since they may have been set."""
@@ -264,6 +359,7 @@ class FittedNetwork(BaseFunctionalLaplace):
         self._fit, self.posterior, self._report = result, result.posterior, result.report
         self.loss, self.n_data, self.n_outputs = result.loss, result.num_data, result.num_outputs
         self.mean, self._fingerprint = flatten(self._parameters()), fingerprint(self.model)
+        self.data_seen = result.data_seen
         self._fitted, self._conditioned = True, None
 
     def compress(self, max_rank: int) -> None:
@@ -321,8 +417,21 @@ def _require_one_device(model: nn.Module) -> None:
         )
 
 
+def _fitted_to(
+    network: LinearisedNetwork, settings: NetworkSettings, *, progress_bar: bool, session: CheckpointSession
+) -> NetworkFit:
+    """Infer the posterior, if it fits in memory; in groups of data, or by products with the NTK."""
+    network.data.keep_bytes = room_for_data(check_memory(estimate_cost(network, settings, timed=False)))
+    fit = fit_by_clusters if settings.in_groups else fit_by_products
+    return fit(network, settings, progress_bar=progress_bar, session=session)
+
+
 def identity(
-    la: FittedNetwork, network: LinearisedNetwork, fitted: NetworkFit | None = None, budget: Budget | None = None
+    la: FittedNetwork,
+    network: LinearisedNetwork,
+    fitted: NetworkFit | None = None,
+    budget: Budget | None = None,
+    update: tuple[NetworkSettings, int] | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The fingerprint of a run: settings of a fit, or of a refine and where it begins; and the model."""
     own = {f.name: getattr(la.settings, f.name) for f in fields(la.settings)}
@@ -330,6 +439,7 @@ def identity(
         own["cotangents"] = 1  # which it means, and what earlier checkpoints say
     if la.settings.in_groups:
         own["policy"] = None  # as in earlier checkpoints
+    del own["combines"], own["is_known"]  # which follow from what is called
     stopping, options = asdict(own.pop("stopping")), asdict(own.pop("options"))
     settings = {
         "flavour": type(la).__name__,
@@ -347,5 +457,7 @@ def identity(
     if fitted is not None and budget is not None:
         settings |= {"epochs": budget.epochs, "seconds": budget.seconds, "epochs_before": fitted.report.epochs}
         settings |= {"starts_from": described([fitted.posterior.noise_gram, fitted.posterior.images])}
+    if update is not None:
+        settings |= {"num_actions": update[0].num_actions, "data_before": update[1]}
     model = {name: digest(value) for name, value in (*la.model.named_parameters(), *la.model.named_buffers())}
     return settings, model

@@ -32,9 +32,9 @@ class IterNCGPAllLaplace(CheckedHyperparameters, IterNCGPLaplace):
     _key = ("all", "iterncgp")
     _jacobian: Jacobian | None = None
 
-    def _open(self, loader: DataLoader) -> tuple[NetworkJacobian, FixedOrderData, FirstBatch]:
+    def _open(self, loader: DataLoader, *, is_known: bool) -> tuple[NetworkJacobian, FixedOrderData, FirstBatch]:
         data = FixedOrderData(loader, device=self._device, dict_key_x=self.dict_key_x, dict_key_y=self.dict_key_y)
-        probe = Probe(self.model, data)
+        probe = Probe(self.model, data, is_known=is_known)
         jacobian, outputs = self._in_dtype(probe.inputs, data.num_items)
         first_batch = probe.check(jacobian.forward, outputs)
         self._jacobian = jacobian  # what a fit finds out about the model holds for predictions too
@@ -168,13 +168,13 @@ class IterNCGPLastLayerLaplace(CheckedHyperparameters, IterNCGPLaplace):
         self.n_params, self.n_layers = sum(p.numel() for p in self.params), len(self.params)
         self.prior_precision, self.prior_mean = self.prior_precision, self.prior_mean  # now their sizes too
 
-    def _open(self, loader: DataLoader) -> tuple[NetworkJacobian, FixedOrderData, FirstBatch]:
+    def _open(self, loader: DataLoader, *, is_known: bool) -> tuple[NetworkJacobian, FixedOrderData, FirstBatch]:
         data = FixedOrderData(loader, device=self._device, dict_key_x=self.dict_key_x, dict_key_y=self.dict_key_y)
         if self.extractor.last_layer is None:
             with torch.no_grad():
                 self.extractor.find_last_layer(next(data.batches())[0])
             self._take_last_layer()
-        first = Probe(self.extractor, data).check(lambda x: as_outputs(self.extractor(x)))
+        Probe(self.extractor, data, is_known=is_known).check(lambda x: as_outputs(self.extractor(x)))
         own = self._layer.weight.dtype
         jacobian = LastLayerJacobian(self._layer, dtype=self.dtype or (torch.float64 if self.n_params <= FEW else own))
 
@@ -191,13 +191,14 @@ class IterNCGPLastLayerLaplace(CheckedHyperparameters, IterNCGPLaplace):
             return features, y
 
         with torch.no_grad():
-            features, targets = map(torch.cat, zip(*data.each_batch(features_of), strict=True))
+            batches = list(data.each_batch(features_of))
+        rows = len(batches[0][0])
+        features, targets = map(torch.cat, zip(*batches, strict=True))
         if len(targets) != len(features):
             raise ValueError(
                 f"There must be one target for each of the {len(features)} training inputs; got {len(targets)}. Try a "
                 "loader whose batches are pairs (x, y)."
             )
-        rows = len(first.outputs)
         cached = DataLoader(TensorDataset(features, targets), rows)  # which can be visited group by group
         inputs = features[:rows]
         first_batch = FirstBatch(inputs, jacobian.forward(inputs), len(features))

@@ -20,6 +20,7 @@ from ntk_iterncgp.posterior.weight_space import WeightPosterior
 
 if TYPE_CHECKING:
     from ntk_iterncgp.laplace_torch.base import IterNCGPLaplace
+    from ntk_iterncgp.laplace_torch.fitting import FittedNetwork
 
 
 def to_state_dict(la: IterNCGPLaplace) -> dict[str, Any]:
@@ -39,15 +40,13 @@ def to_state_dict(la: IterNCGPLaplace) -> dict[str, Any]:
         "loss": float(la.loss),
         "n_data": la.n_data,
         "n_outputs": la.n_outputs,
+        "data_seen": la.data_seen,
     }
 
 
 def from_state_dict(la: IterNCGPLaplace, state: Mapping[str, Any]) -> None:
     """Take over a saved posterior, all of it or, where anything about it is wrong, none."""
-    _check(la, state)
-    _check_numbers(state, sum(la._layer_sizes()))
-    posterior = WeightPosterior.from_dict(state["posterior"], la._layer_sizes(), la._device)
-    posterior = check_posterior(posterior, state["prior_precision"], state["sigma_noise"])
+    posterior = checked_posterior(la, state)
     detector = Detector.from_dict(state["detector"], la, posterior) if "detector" in state else None
     with kept_on_failure(la, "prior_precision", "prior_mean", "sigma_noise", "temperature", "output_temperature"):
         la.prior_precision, la.prior_mean = state["prior_precision"], state["prior_mean"]
@@ -57,10 +56,19 @@ def from_state_dict(la: IterNCGPLaplace, state: Mapping[str, Any]) -> None:
     la.mean, la._fingerprint = state["weights"].to(la._device), state["fingerprint"]
     la.loss, la.n_data, la.n_outputs = float(state["loss"]), int(state["n_data"]), int(state["n_outputs"])
     la._prior_of_fit = hyperparameters(la)
+    la.data_seen = state.get("data_seen", la.data_seen[:0]).cpu()
     la._fitted, la._conditioned, la._report, la._fit = True, None, None, None
 
 
-def _identity(la: IterNCGPLaplace) -> dict[str, Any]:
+def checked_posterior(la: FittedNetwork, state: Mapping[str, Any]) -> WeightPosterior:
+    """What is saved as the posterior of this model, if it is that and whole."""
+    _check(la, state)
+    _check_numbers(state, sum(la._layer_sizes()))
+    posterior = WeightPosterior.from_dict(state["posterior"], la._layer_sizes(), la._device)
+    return check_posterior(posterior, state["prior_precision"], state["sigma_noise"])
+
+
+def _identity(la: FittedNetwork) -> dict[str, Any]:
     """What a saved posterior must agree in."""
     return {
         "format": 1,
@@ -72,7 +80,7 @@ def _identity(la: IterNCGPLaplace) -> dict[str, Any]:
     }
 
 
-def _check(la: IterNCGPLaplace, saved: Mapping[str, Any]) -> None:
+def _check(la: FittedNetwork, saved: Mapping[str, Any]) -> None:
     """Raise an error that names the first thing in which a saved posterior differs."""
     for key, value in _identity(la).items():
         if key == "modules" and key not in saved:
@@ -129,6 +137,14 @@ def _check_numbers(state: Mapping[str, Any], num_weights: int) -> None:
     for name in ("temperature", "loss", "n_data", "n_outputs", *optional):
         if not math.isfinite(_part(state, name, float, int)) or (name != "loss" and state[name] <= 0):
             raise _damaged(name, _short(state[name]))
+    _check_data_seen(state)
+
+
+def _check_data_seen(state: Mapping[str, Any]) -> None:
+    """Fingerprints, of which earlier versions saved none."""
+    seen = _part(state, "data_seen", Tensor) if "data_seen" in state else None
+    if seen is not None and (seen.dtype, seen.ndim) != (torch.int64, 1):
+        raise _damaged("data_seen", str(seen.dtype))
 
 
 def _check_reference(posterior: Mapping[str, Any], rank: int) -> None:

@@ -293,6 +293,24 @@ def save_posterior(
     write_together({path: tensor_writer(path, tensors, header), **texts})
 
 
+def peek_posterior(path: Path, name: str) -> tuple[dict[str, Any], Tensor | None]:
+    """`about`, and one small tensor of the state or None, without reading the rest: what does not fit together is
+    refused sooner. Whether the file is whole is for `load_posterior` to say."""
+    if not path.is_file():
+        raise FileError(f"There is no posterior at '{path}'; 'ntk-iterncgp fit CONFIG' makes one.")
+    try:
+        with safe_open(path, framework="np") as file:
+            content = json.loads((file.metadata() or {})[HEADER], parse_constant=_no_constant)
+            key = f"posterior.{name}"
+            found = _tensor(path, file, key) if key in file.keys() else None  # noqa: SIM118 (no mapping)
+        if _version(content["format"], POSTERIOR) is None or not isinstance(content["about"], dict):
+            raise ValueError("it is of another kind")
+    except (SafetensorError, OSError, ValueError, RecursionError, TypeError, KeyError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0][:120]
+        raise FileError(f"'{path}' is not a posterior file, or is damaged ({reason}).") from error
+    return content["about"], found
+
+
 def load_posterior(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], Any]:
     """State, model weights and `about`, after checking that the file is what it should be."""
     if not path.exists():

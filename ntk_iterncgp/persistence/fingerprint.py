@@ -88,6 +88,9 @@ def same_fingerprint(one: Tensor, other: Tensor) -> bool:
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
+MIXING = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15))  # of splitmix64: shifts and odd factors
+
+
 def batch_digests(data: FixedOrderData, x: Inputs, y: Tensor) -> Tensor:  # (b,)
     """Of the inputs and targets of one batch."""
     rows = data.num_rows(x)
@@ -100,6 +103,17 @@ def data_digests(data: FixedOrderData) -> Tensor:  # (N,)
     """Of all data: they are read over once."""
     parts = data.each_batch(lambda x, y: (batch_digests(data, x, y).to(data.device),))
     return torch.cat([part.cpu() for (part,) in parts])
+
+
+def data_fingerprint(digests: Tensor) -> Tensor:  # (N,) -> (1,)
+    """One number for a data set: the same in any order, another if any datum or their number is another.
+
+    Digests are linear in the bits of a datum, so what two data exchange would cancel in the sum: they are mixed first.
+    """
+    mixed = digests
+    for shift, factor in MIXING:
+        mixed = (mixed ^ (mixed >> shift)) * factor
+    return (mixed ^ (mixed >> 31)).sum().reshape(1) + len(digests)
 
 
 def checked_digests(session: CheckpointSession, data: FixedOrderData) -> Tensor | None:  # (N,)

@@ -114,9 +114,10 @@ class WeightPosterior:
     def rounding(self, gram: Tensor) -> Tensor:  # AᵀΛ⁻¹A (B, B) -> (B, B)
         """D, the noise of rounding. Another prior stretches errors as it stretches the images."""
         stretch = gram.detach().trace() / self.unit_gram.trace().clamp_min(1e-300)
-        return relative_rounding(self.images.dtype) * stretch * self._unit_rounding()
+        return relative_rounding(self.images.dtype) * stretch * self.unit_rounding()
 
-    def _unit_rounding(self) -> Tensor:  # (B, B)
+    def unit_rounding(self) -> Tensor:  # (B, B)
+        """The squared errors of the images, over those of one number."""
         return self.unit_gram.diagonal().diag() if self.rounding_gram is None else self.rounding_gram
 
     def factor(self, prior_precision: Tensor, noise_scale: Tensor) -> Factor:
@@ -215,10 +216,10 @@ class WeightPosterior:
 
     def combined(self, coefficients: Tensor) -> WeightPosterior:  # (B, R)
         """The posterior of combinations of the actions."""
-        both_sides = [coefficients.T @ matrix @ coefficients for matrix in (self.noise_gram, self._unit_rounding())]
+        both_sides = [coefficients.T @ matrix @ coefficients for matrix in (self.noise_gram, self.unit_rounding())]
         return replace(
             self,
-            images=(self.images.double() @ coefficients).to(self.images.dtype),
+            images=torch.cat([(part.double() @ coefficients).to(part.dtype) for part in self.images.split(SLICE_ROWS)]),
             noise_gram=0.5 * (both_sides[0] + both_sides[0].T),
             right_hand_side=coefficients.T @ self.right_hand_side,
             rounding_gram=0.5 * (both_sides[1] + both_sides[1].T),

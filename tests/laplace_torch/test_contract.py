@@ -347,11 +347,6 @@ def test_a_budget_of_actions_is_refused_by_the_name_it_has_here() -> None:
         Laplace(MLP.model(), "classification", "all", "iterncgp", num_actions=0)
 
 
-def test_adding_data_to_a_posterior_is_refused() -> None:
-    with pytest.raises(ValueError, match="`override` must be True"):
-        fitted(MLP, num_actions=2).fit(MLP.loader(), override=False)
-
-
 # Memory
 
 

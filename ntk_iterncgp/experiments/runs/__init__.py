@@ -2,6 +2,7 @@
 
 from ntk_iterncgp.experiments.runs.evaluate import evaluate
 from ntk_iterncgp.experiments.runs.fit import fit
+from ntk_iterncgp.experiments.runs.merge import merge
 from ntk_iterncgp.experiments.runs.predict import predict
 
-__all__ = ["evaluate", "fit", "predict"]
+__all__ = ["evaluate", "fit", "merge", "predict"]

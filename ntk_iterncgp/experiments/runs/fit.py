@@ -14,7 +14,8 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ntk_iterncgp.experiments.config import RunConfig, as_plain
+from ntk_iterncgp.data.sharding import shard_of
+from ntk_iterncgp.experiments.config import RunConfig, as_plain, shard_numbers
 from ntk_iterncgp.experiments.progress import duration, reporting
 from ntk_iterncgp.experiments.runs.flavour import check_keywords, make_flavour
 from ntk_iterncgp.experiments.runs.kernel import fit_gp
@@ -85,9 +86,11 @@ def fit_network(setting: Setting, model: nn.Module) -> Any:
     loader = DataLoader(setting.data.train, config.data.batch_size)
     la = make_flavour(config, model)
     with config_errors(), warnings.catch_warnings():
+        if config.fit.shard is not None:
+            loader = shard_of(loader, shard_numbers(config.fit.shard))
         cost = la.estimate_cost(loader)
         log(str(cost))
-        log(f"Fitting: {type(la).__name__} from {len(setting.data.train):,} data")  # type: ignore[arg-type]
+        log(f"Fitting: {type(la).__name__} from {len(loader.dataset):,} data")  # type: ignore[arg-type]
         warnings.filterwarnings("ignore", message=".*nterrupt")  # said by the exit code
         is_known = cost.fit_seconds is not None and config.fit.refine_epochs is None
         what = f"Fitting (estimated: {duration(cost.fit_seconds)})" if is_known else "Fitting"
@@ -114,7 +117,7 @@ def save(setting: Setting, fitted: Fitted) -> Path:
         "class_names": list(data.class_names),
         "input_shape": list(data.input_shape),
         **_hyperparameters(fitted.predictor),
-        "num_data": len(data.train),  # type: ignore[arg-type]
+        "num_data": _num_data(setting, fitted),
         "report": fitted.report,
     }
     short = {key: value for key, value in fitted.report.items() if key != "history"}
@@ -124,6 +127,12 @@ def save(setting: Setting, fitted: Fitted) -> Path:
     weights = {} if fitted.model is None else fitted.model.state_dict()
     save_posterior(path, fitted.predictor.state(), weights, about, beside=beside)
     return path
+
+
+def _num_data(setting: Setting, fitted: Fitted) -> int:
+    if isinstance(fitted.predictor, NetworkPredictor):
+        return int(fitted.predictor.la.n_data)
+    return len(setting.data.train)  # type: ignore[arg-type]
 
 
 def _hyperparameters(predictor: Predictor) -> dict[str, Any]:
@@ -149,7 +158,8 @@ def saved_fit(setting: Setting) -> Fitted | None:
     if not path.exists() or not _is_newer(path, setting.config):
         return None
     saved = load_posterior(path)[2]
-    mine, theirs = as_plain(setting.config), saved.get("config", {})
+    mine, theirs = as_plain(setting.config), dict(saved.get("config", {}))
+    theirs["fit"] = {"shard": None, **theirs.get("fit", {})}  # which earlier versions did not know
     irrelevant = {"test_limit", "ood", "ood_limit", "batch_size", "download"}
     if setting.config.data.held_out_from == "test":
         irrelevant.remove("test_limit")

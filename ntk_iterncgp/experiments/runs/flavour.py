@@ -37,6 +37,8 @@ def make_flavour(config: RunConfig, model: nn.Module) -> Any:
 def check_keywords(config: RunConfig) -> None:
     """`fit.options` are names that the flavour knows; a kernel has none."""
     if config.kernel.name is not None:
+        if config.fit.shard is not None:
+            raise ConfigError("fit.shard must be for a network; got a kernel, whose posteriors do not add up.")
         return
     known = set(inspect.signature(FLAVOURS["all"]).parameters)
     known |= set(inspect.signature(FLAVOURS[config.fit.subset_of_weights]).parameters)

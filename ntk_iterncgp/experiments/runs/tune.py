@@ -181,7 +181,7 @@ def _of_targets(setting: Setting, la: Any, search: Search, held_out: Dataset[Any
 
 
 def _of_evidence(setting: Setting, la: Any, search: Search, noises: Tensor) -> Loss:
-    num_data, is_regression = len(setting.data.train), setting.data.task == "regression"  # type: ignore[arg-type]
+    num_data, is_regression = int(la.n_data), setting.data.task == "regression"
 
     def loss(i: int, j: int) -> float:
         noise = noises[j].sqrt().to(la.mean) if is_regression else None

@@ -1,0 +1,243 @@
+"""More data without the old, and fits of other machines: posteriors of disjoint data add up (`posterior/merging.py`).
+
+`update` is a fit of the new data alone, and a merge. With mean="network" that is exact, and with a refined mean in
+regression, where W and b of a datum depend on it alone. A refined mean of a classifier is refused: it is the mode given
+all data at once, and W is the curvature there.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from laplace.baselaplace import BaseFunctionalLaplace
+from laplace.utils.enums import Likelihood
+from torch import Tensor
+
+from ntk_iterncgp.fitting.network import LinearisedNetwork, NetworkFit, NetworkSettings
+from ntk_iterncgp.fitting.report import FitReport, Record
+from ntk_iterncgp.laplace_torch.saving import checked_posterior
+from ntk_iterncgp.posterior.merging import bounded, merge_posteriors
+from ntk_iterncgp.posterior.weight_space import WeightPosterior
+from ntk_iterncgp.runtime.memory import available_bytes, require_memory
+from ntk_iterncgp.solver.stopping import Status
+
+if TYPE_CHECKING:
+    from ntk_iterncgp.laplace_torch.fitting import FittedNetwork
+
+SHARE, DATA_PER_ACTION = 2, 25
+"""With `max_rank`, new data take so many times their share of the actions, and at least one for so many data: batches
+of few data take as long as larger ones. Each action is then a group of data, and combined with all others at once."""
+ADVICE = "update(loader) conditions on more data, merge(other) on those of another fit; refine is for a single fit."
+INTERRUPTED = "The run was interrupted"  # how the warning of a fit begins of which nothing is kept here
+
+
+@dataclass(frozen=True, eq=False)
+class PartialFit:
+    """The posterior of some data, and what else adds up."""
+
+    posterior: WeightPosterior
+    loss: float
+    num_data: int
+    data_seen: Tensor  # fingerprints, one for each data set (k,)
+    report: FitReport | None  # None: of another process
+
+    @classmethod
+    def of(cls, la: FittedNetwork) -> PartialFit:
+        """What la has been fitted to so far."""
+        return cls(la.posterior, float(la.loss), la.n_data, la.data_seen, la._report)
+
+    @classmethod
+    def of_fit(cls, found: NetworkFit) -> PartialFit:
+        """A fit by itself."""
+        return cls(found.posterior, found.loss, found.num_data, found.data_seen, found.report)
+
+
+def check_may_add(la: FittedNetwork) -> None:
+    """Raise where the posterior of some data is not a part of that of more."""
+    if la.settings.mean == "refined" and la.likelihood != Likelihood.REGRESSION:
+        raise ValueError(
+            "`mean` must be 'network' to add data to a classifier, since a refined mean is the mode given all data at "
+            "once, and the curvature moves with it; got 'refined'. Try mean='network', or fit(loader) with all data."
+        )
+
+
+# --- new data -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def without_interruption() -> Iterator[None]:
+    """A part of an update is no update: what a fit says about a part that is kept does not hold."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=INTERRUPTED)
+        yield
+
+
+def check_new_data(la: FittedNetwork, found: NetworkFit) -> None:
+    """Raise `KeyboardInterrupt` after Ctrl-C, and warn of data that are in the posterior already."""
+    if found.report.status == Status.INTERRUPTED.value:
+        raise KeyboardInterrupt
+    if bool(torch.isin(found.data_seen, la.data_seen).any()):
+        warnings.warn(
+            "These data are in the posterior already, and count twice now. Try fit(loader) for a posterior that has "
+            "them once.",
+            stacklevel=4,
+        )
+
+
+def update_settings(la: FittedNetwork, network: LinearisedNetwork) -> NetworkSettings:
+    """Those of la, but without compression, which is for all actions together; and with fewer actions where the rank is
+    bounded."""
+    settings, max_rank, before = la.settings, la.settings.options.max_rank, 0
+    if la._fitted:
+        options, before = replace(settings.options, max_rank=None), la.n_data
+        settings = replace(settings, options=options, is_known=la.has_fitted)
+    if max_rank is None or not settings.in_groups:
+        return settings
+    new = network.data.num_data(len(network.first_batch.outputs))
+    share = max(math.ceil(SHARE * max_rank * new / (before + new)), new // DATA_PER_ACTION)
+    return replace(settings, num_actions=min(settings.num_actions, share), combines=False)
+
+
+@contextmanager
+def derivatives_as_before(la: FittedNetwork) -> Iterator[None]:
+    """Derivatives in the dtype of the posterior, whatever they would be in for the new data alone."""
+    before, la.dtype = la.dtype, la.posterior.images.dtype if la._fitted else la.dtype
+    try:
+        yield
+    finally:
+        la.dtype = before
+
+
+# --- another fit --------------------------------------------------------------------------------------------------
+
+
+def other_fit(la: FittedNetwork, other: Any) -> PartialFit:
+    """Another fit of this network, of other data.
+
+    Args:
+        la: Whose network it must be.
+        other: A fitted Laplace object, or its `state_dict()`.
+
+    Raises:
+        TypeError: for anything else.
+        ValueError: for a fit of another model, likelihood or prior mean, or of data that la has seen.
+    """
+    state = getattr(other, "state_dict")() if isinstance(other, BaseFunctionalLaplace) else other  # noqa: B009
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"`other` must be a fitted Laplace object or its state_dict(); got {type(other).__name__}. Try "
+            "torch.load(file, weights_only=True), or the command `ntk-iterncgp merge` for files that it fitted."
+        )
+    posterior = checked_posterior(la, state)
+    for name, own in (("n_outputs", la.n_outputs), ("prior_mean", la.prior_mean)):
+        if not _same(own, state[name]):
+            raise ValueError(
+                f"`other` must have the {name} {_shown(own)}; got {_shown(state[name])}. Try a Laplace object made as "
+                "this one."
+            )
+    seen = state.get("data_seen", la.data_seen[:0]).cpu()
+    if bool(torch.isin(seen, la.data_seen).any()):
+        raise ValueError(
+            "`other` must be a fit of other data; got one of data that are in this posterior already, and would count "
+            "twice. Try to merge each shard once."
+        )
+    return PartialFit(posterior, float(state["loss"]), int(state["n_data"]), seen, None)
+
+
+def _shown(value: Any) -> str:
+    value = torch.as_tensor(value)
+    return f"{value.item():.6g}" if value.numel() == 1 else f"a tensor of {value.numel()}"
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Of numbers or vectors, where one number may stand for a vector of it."""
+    a, b = (torch.as_tensor(value).detach().double().cpu().reshape(-1) for value in (one, other))
+    return 1 in (len(a), len(b), len(a) / len(b)) and bool((a == b).all())
+
+
+# --- both ---------------------------------------------------------------------------------------------------------
+
+
+def added(la: FittedNetwork, new: PartialFit, max_rank: int | None) -> PartialFit:
+    """All that la has been fitted to and the new, at most of the given rank; la itself stays as it is.
+
+    Args:
+        la: Whose hyperparameters hold, and decide which combinations are kept.
+        new: To be added.
+        max_rank: None for all actions, or for as many as there are weights.
+    """
+    started = perf_counter()
+    own, precision, noise_scale = PartialFit.of(la), la.prior_precision.detach(), la._noise_scale.detach()
+    images, rank = own.posterior.images, own.posterior.rank + new.posterior.rank
+    require_memory(
+        2 * rank * len(images) * images.element_size(),
+        available_bytes(images.device),
+        f"Use max_rank, which bounds the number of actions; this would be {rank:,} of {len(images):,} weights.",
+    )
+    parts = [own.posterior, new.posterior]
+    if la.settings.mean == "refined":
+        parts = [_about(part, la.prior_mean) for part in parts]
+    posterior = bounded(merge_posteriors(parts), max_rank, precision, noise_scale)
+    information = posterior.information_captured(precision, noise_scale)
+    return PartialFit(
+        posterior,
+        own.loss + new.loss,
+        own.num_data + new.num_data,
+        torch.cat([own.data_seen, new.data_seen]),
+        _report(own, new, posterior, information, perf_counter() - started),
+    )
+
+
+def _about(part: WeightPosterior, prior_mean: Tensor) -> WeightPosterior:
+    """With the right-hand side for this prior mean."""
+    if part.anchor_share:
+        raise ValueError(
+            "A refined mean must come from a full Newton step to be added to; got one from a shorter step. Try more "
+            "num_actions, or mean='network'."
+        )
+    right_hand_side = part.right_hand_side_for(prior_mean)
+    return replace(part, right_hand_side=right_hand_side, prior_mean=prior_mean.detach().reshape(-1).clone())
+
+
+def _report(
+    own: PartialFit, new: PartialFit, posterior: WeightPosterior, information: float, seconds: float
+) -> FitReport | None:
+    """The history goes on with one line. Epochs are passes over all data: each datum counts those that it took part in.
+    None where nothing was fitted in this process."""
+    reports = [part.report for part in (own, new) if part.report is not None]
+    if not reports:
+        return None
+    epochs = None
+    if all(report.epochs is not None for report in reports):
+        counted = [(part.report.epochs, part.num_data) for part in (own, new) if part.report is not None]
+        epochs = sum((e or 0.0) * n for e, n in counted) / sum(n for _, n in counted)
+    latest, total = reports[-1], seconds + sum(report.seconds for report in reports)
+    line = Record(
+        num_products=sum(report.num_products for report in reports),
+        newton_step=latest.num_newton_steps,
+        rank=posterior.rank,
+        objective=math.nan,
+        relative_residual=math.nan,
+        information_captured=information,
+        seconds=total,
+        epochs=epochs,
+    )
+    return replace(
+        latest,
+        advice=ADVICE,
+        num_products=line.num_products,
+        rank=line.rank,
+        information_captured=information,
+        seconds=total,
+        history=[*reports[0].history, line],
+        epochs=epochs,
+        trace_is_exact=posterior.trace_is_exact,
+        variance_ratio=None,
+    )

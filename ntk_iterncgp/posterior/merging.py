@@ -1,0 +1,104 @@
+"""Posteriors of disjoint data add up: no pass over the data, no old data.
+
+At fixed weights W_n depends on datum n alone, and actions of two fits on disjoint data have disjoint support. So the
+posterior given all of the data, in the span of all of the actions, is
+
+    A = [A₁ A₂],    R = diag(R₁, R₂),    diag(JᵀWJ), rank(W) and the loss added,
+
+in any order (MATH section 14). It is the very system that one solver with these actions would have solved: the variance
+is not below the exact one given all data, and not above that of any part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ntk_iterncgp.linalg.factor import inner_products
+from ntk_iterncgp.posterior.weight_space import DERIVATIVE_ROUNDINGS, WeightPosterior
+
+
+def merge_posteriors(parts: Sequence[WeightPosterior]) -> WeightPosterior:
+    """Add up posteriors of disjoint data.
+
+    Args:
+        parts: Posteriors of the same network at the same weights, with the same prior mean.
+
+    Returns:
+        The posterior with all of their actions. Images are stored in the coarsest dtype of the parts.
+    """
+    dtype = min((part.images.dtype for part in parts), key=lambda dtype: torch.finfo(dtype).bits)
+    parts = [_stored_as(part, dtype) for part in parts]
+    own_rounding = any(part.rounding_gram is not None for part in parts)
+    folded = any(part.num_actions is not None for part in parts)
+    joint = replace(
+        parts[0],
+        images=torch.cat([part.images for part in parts], 1),
+        noise_gram=torch.block_diag(*(part.noise_gram for part in parts)),
+        right_hand_side=torch.cat([part.right_hand_side for part in parts]),
+        curvature_diagonal=torch.stack([part.curvature_diagonal for part in parts]).sum(0),
+        curvature_rank=sum(part.curvature_rank for part in parts),
+        trace_is_exact=all(part.trace_is_exact for part in parts),
+        num_actions=sum(part.rank if part.num_actions is None else part.num_actions for part in parts)
+        if folded
+        else None,
+        rounding_gram=torch.block_diag(*(part.unit_rounding() for part in parts)) if own_rounding else None,
+        reference=None,  # its inputs have not met the actions of the other parts
+    )
+    return joint.with_gram(_joint_gram(parts))
+
+
+def bounded(
+    posterior: WeightPosterior, max_rank: int | None, prior_precision: Tensor, noise_scale: Tensor
+) -> WeightPosterior:
+    """The posterior with at most `max_rank` actions, and no more than there are weights.
+
+    Args:
+        posterior: Of any number of actions.
+        max_rank: How many combinations to keep, chosen jointly at this prior; None for all.
+        prior_precision: Λ, (1,), (L,) or (P,).
+        noise_scale: τ.
+
+    Returns:
+        The posterior itself, one with the same covariance (P actions), or one with more variance (`max_rank` actions).
+    """
+    if posterior.rank > len(posterior.images) and not bool(posterior.right_hand_side.any()):
+        posterior = folded(posterior)
+    if max_rank is None:
+        return posterior
+    return posterior.compress(max_rank, prior_precision, noise_scale)
+
+
+def folded(posterior: WeightPosterior) -> WeightPosterior:
+    """More actions than weights as just so many: for every prior the posterior knows A R⁻¹Aᵀ alone, a P×P matrix.
+
+    With R = LLᵀ and the QR decomposition L⁻¹Aᵀ = QT it is TᵀT, which is that of the combinations L⁻ᵀQ of the actions.
+    """
+    number = posterior.rank if posterior.num_actions is None else posterior.num_actions
+    lower = torch.linalg.cholesky(posterior.noise_gram)
+    whitened = torch.linalg.solve_triangular(lower, posterior.images.T.double(), upper=False)  # (B, P)
+    Q = torch.linalg.qr(whitened).Q
+    combinations = torch.linalg.solve_triangular(lower.T, Q, upper=True)
+    return replace(posterior.combined(combinations), num_actions=number)
+
+
+def _stored_as(part: WeightPosterior, dtype: torch.dtype) -> WeightPosterior:
+    """In another dtype, whose rounding of each image is one of the `DERIVATIVE_ROUNDINGS` that a derivative has."""
+    if part.images.dtype == dtype:
+        return part
+    rounding = part.unit_rounding() + (part.unit_gram.diagonal() / DERIVATIVE_ROUNDINGS**2).diag()
+    return replace(part, images=part.images.to(dtype), rounding_gram=rounding)
+
+
+def _joint_gram(parts: Sequence[WeightPosterior]) -> Tensor:  # (B, B)
+    """AᵀA from the Gram matrices of the parts, most of which are known, and the products between them."""
+    rows = []
+    for i, left in enumerate(parts):
+        before = [inner_products(left.images, right.images) for right in parts[:i]]
+        after = sum(right.rank for right in parts[i + 1 :])
+        rows.append(torch.cat([*before, left.unit_gram, left.unit_gram.new_zeros(left.rank, after)], 1))
+    lower = torch.cat(rows)
+    return lower.tril() + lower.tril(-1).T
