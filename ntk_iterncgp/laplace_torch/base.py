@@ -21,6 +21,8 @@ from ntk_iterncgp.fitting.network import NetworkFit
 from ntk_iterncgp.jacobian.autograd import SMALL_NETWORK
 from ntk_iterncgp.jacobian.base import NetworkJacobian
 from ntk_iterncgp.jacobian.rows import Contrasts, DenseRows, Rows
+from ntk_iterncgp.laplace_torch.calibration import Calibrating
+from ntk_iterncgp.laplace_torch.detector import Detecting
 from ntk_iterncgp.laplace_torch.fitting import FittedNetwork
 from ntk_iterncgp.laplace_torch.grid import GivenMoments, descend, search_grid
 from ntk_iterncgp.laplace_torch.hyperparameters import (
@@ -58,7 +60,7 @@ from ntk_iterncgp.runtime.validate import whole_number
 QUADRATURE = ("quadrature", "quasi", "accurate")
 
 
-class IterNCGPLaplace(FittedNetwork):
+class IterNCGPLaplace(Calibrating, Detecting, FittedNetwork):
     """The posterior of the linearised network given all training data. Abstract; the flavours are final."""
 
     _prior_of_fit: dict[str, Tensor]
@@ -265,10 +267,10 @@ class IterNCGPLaplace(FittedNetwork):
         with exclusively(self.model), evaluating(self.model), self._gradients():
             rows = self._all_rows_at(x)
             mean, covariance = self._mean_of(rows, posterior).flatten(), posterior.covariance(rows, joint=True)
-        return mean.to(self._dtype), covariance.to(self._dtype)
+        return self._tempered(mean.to(self._dtype), covariance.to(self._dtype))
 
     def _moments(self, x: Inputs, contrasts: int | str = "auto") -> tuple[Tensor, Tensor]:
-        """Mean (b, C) and covariance (b, C, C) of the outputs."""
+        """Mean (b, C) and covariance (b, C, C) of the outputs over the output temperature."""
         if not self._takes_few(contrasts):
             return self._whole_moments(x)
         parts, shape = self._known(x, contrasts)
@@ -286,7 +288,7 @@ class IterNCGPLaplace(FittedNetwork):
         with exclusively(self.model), evaluating(self.model), self._gradients():
             # By `map`, no name holds the rows of one part while those of the next are computed.
             mean, covariance = map(torch.cat, zip(*map(moments, self._rows_at(x, contrasts)), strict=True))
-        return mean.to(self._dtype), covariance.to(self._dtype)
+        return self._tempered(mean.to(self._dtype), covariance.to(self._dtype))
 
     def _takes_few(self, contrasts: int | str) -> bool:
         """Whether fewer contrasts than all are asked for: not where the mean moves with the weights, which takes all
@@ -305,7 +307,7 @@ class IterNCGPLaplace(FittedNetwork):
         shape = posterior.shape or Shape.independent(self.n_outputs, self._device)
         with exclusively(self.model), evaluating(self.model), self._gradients():
             parts = [
-                KnownContrasts(where, rows.outputs.double(), posterior.covariance(rows))
+                KnownContrasts(where, *self._tempered(rows.outputs.double(), posterior.covariance(rows)))
                 for where, rows in self._rows_of_few(x, contrasts, shape.softening)
             ]
         return parts, shape

@@ -68,7 +68,7 @@ def search_grid(
         predictions = []
         for mean, covariance, targets in moments:
             given: Any = GivenMoments(  # copies, since laplace-torch's bridge works in place
-                mean.to(la._dtype, copy=True), covariance.to(la._dtype, copy=True)
+                *la._tempered(mean.to(la._dtype, copy=True), covariance.to(la._dtype, copy=True))
             )
             predictions.append((la._glm_forward_call(given, la.likelihood, False, link, num_samples), targets))
         return float(categorical_nll(predictions)) if loss is None else metric_value(loss, predictions)
@@ -108,10 +108,12 @@ def descend(
     def loss(moments: Sequence[Moments], scale: Tensor) -> Tensor:
         if la.likelihood == Likelihood.REGRESSION:
             return gaussian_nll(moments, scale / la.temperature)
-        predictions = [
-            (expected_response(Softmax(mean.shape[1]), mean, cov, link="quadrature", num_samples=TUNING_POINTS), y)
-            for mean, cov, y in moments
-        ]
+        predictions = []
+        for mean, covariance, y in moments:
+            given = la._tempered(mean, covariance)
+            predictions.append(
+                (expected_response(Softmax(mean.shape[1]), *given, link="quadrature", num_samples=TUNING_POINTS), y)
+            )
         return categorical_nll(predictions)
 
     if tune_temperature and la.likelihood == Likelihood.REGRESSION:

@@ -33,6 +33,7 @@ HYPERPARAMETERS: dict[str, tuple[str, dict[str, Any]]] = {
     "prior_mean": ("a number, or a tensor of one for each weight", {"positive": False}),
     "sigma_noise": ("a positive number", {"max_size": 1}),
     "temperature": ("a positive number", {"max_size": 1}),
+    "output_temperature": ("a positive number", {"max_size": 1}),
 }
 
 
@@ -48,7 +49,7 @@ class CheckedHyperparameters:
 
     def _check_hyperparameter(self, name: str, value: Any) -> None:
         expected, settings = HYPERPARAMETERS[name]
-        dtype = torch.float64 if name == "temperature" else self._dtype  # type: ignore[attr-defined]
+        dtype = torch.float64 if name in ("temperature", "output_temperature") else self._dtype  # type: ignore[attr-defined]
         _check(name, value, expected, dtype=dtype, **settings)
         if name == "sigma_noise" and self.likelihood != Likelihood.REGRESSION and float(value) != 1:
             raise ValueError(

@@ -12,6 +12,7 @@ from laplace.utils.enums import Likelihood
 from torch import Tensor
 
 from ntk_iterncgp.fitting.network_check import check_posterior
+from ntk_iterncgp.laplace_torch.detector import Detector
 from ntk_iterncgp.laplace_torch.hyperparameters import hyperparameters, kept_on_failure
 from ntk_iterncgp.persistence.fingerprint import fingerprint, flatten, same_fingerprint
 from ntk_iterncgp.posterior.contrasts import Reference
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
 
 def to_state_dict(la: IterNCGPLaplace) -> dict[str, Any]:
     """All that predictions need, and by what the model is recognised."""
+    detector = la._detector_now()
     return {
         **_identity(la),
+        **({} if detector is None else {"detector": detector.to_dict()}),
         "weights": la.mean,
         "fingerprint": la._fingerprint,
         "posterior": la.posterior.to_dict(),
@@ -33,6 +36,7 @@ def to_state_dict(la: IterNCGPLaplace) -> dict[str, Any]:
         "prior_mean": la.prior_mean,
         "sigma_noise": la.sigma_noise.detach(),
         "temperature": float(la.temperature),
+        "output_temperature": float(la.output_temperature),
         "loss": float(la.loss),
         "n_data": la.n_data,
         "n_outputs": la.n_outputs,
@@ -43,10 +47,12 @@ def to_state_dict(la: IterNCGPLaplace) -> dict[str, Any]:
 def from_state_dict(la: IterNCGPLaplace, state: Mapping[str, Any]) -> None:
     """Take over a saved posterior, all of it or, where anything about it is wrong, none."""
     posterior = checked_posterior(la, state)
-    with kept_on_failure(la, "prior_precision", "prior_mean", "sigma_noise", "temperature"):
+    detector = Detector.from_dict(state["detector"], la, posterior) if "detector" in state else None
+    with kept_on_failure(la, "prior_precision", "prior_mean", "sigma_noise", "temperature", "output_temperature"):
         la.prior_precision, la.prior_mean = state["prior_precision"], state["prior_mean"]
         la.sigma_noise, la.temperature = state["sigma_noise"], float(state["temperature"])
-    la.posterior = posterior
+        la.output_temperature = float(state.get("output_temperature", 1.0))
+    la.posterior, la._detector = posterior, detector
     la.mean, la._fingerprint = state["weights"].to(la._device), state["fingerprint"]
     la.loss, la.n_data, la.n_outputs = float(state["loss"]), int(state["n_data"]), int(state["n_outputs"])
     la._prior_of_fit = hyperparameters(la)
@@ -127,7 +133,8 @@ def _check_numbers(state: Mapping[str, Any], num_weights: int) -> None:
             raise _damaged(name, _short(state[name]))
     if _finite(state, "prior_mean").numel() not in (1, P):
         raise _damaged("prior_mean", _short(state["prior_mean"]))
-    for name in ("temperature", "loss", "n_data", "n_outputs"):
+    optional = [name for name in ("output_temperature",) if name in state]  # not of earlier versions
+    for name in ("temperature", "loss", "n_data", "n_outputs", *optional):
         if not math.isfinite(_part(state, name, float, int)) or (name != "loss" and state[name] <= 0):
             raise _damaged(name, _short(state[name]))
     _check_data_seen(state)

@@ -24,6 +24,7 @@ from ntk_iterncgp.experiments.runs.predictor import KernelPredictor, NetworkPred
 from ntk_iterncgp.experiments.runs.prepare import Setting, chosen_device, find_checkpoint, prepare, prepare_model
 from ntk_iterncgp.experiments.runs.tune import tune
 from ntk_iterncgp.experiments.settings import config_errors
+from ntk_iterncgp.laplace_torch.detector import LEAST_INPUTS
 from ntk_iterncgp.persistence.files import as_json, load_posterior, save_posterior
 from ntk_iterncgp.runtime import parallel
 
@@ -64,7 +65,15 @@ def fitted_to(setting: Setting) -> Fitted:
     report = _report(setting, la)
     if parallel.is_main():  # who writes the posterior
         tune(setting, la)
+        _make_detector(setting, la)
     return Fitted(NetworkPredictor(la), model, report)
+
+
+def _make_detector(setting: Setting, la: Any) -> None:
+    """Of unfamiliar inputs, from the held-out ones, where there are enough of them to rank others among."""
+    held_out = setting.data.held_out
+    if held_out is not None and len(held_out) >= LEAST_INPUTS:  # type: ignore[arg-type]
+        setting.log(str(la.detector(DataLoader(held_out, setting.config.data.batch_size))))
 
 
 def _report(setting: Setting, fitted: Any) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from ntk_iterncgp.experiments.runs.kernel import as_rows
 from ntk_iterncgp.experiments.runs.predictor import KernelPredictor, NetworkPredictor, Predictor
 from ntk_iterncgp.experiments.runs.prepare import chosen_device
 from ntk_iterncgp.experiments.settings import ConfigError
+from ntk_iterncgp.laplace_torch.detector import Detector
 from ntk_iterncgp.persistence.files import load_posterior, write_atomically
 from ntk_iterncgp.posterior.function_space import standard_normal_quantile
 
@@ -141,6 +142,8 @@ def columns_of(restored: Restored, x: Tensor, link: str) -> dict[str, Tensor]:
             parts.append(_of_classes(mean, covariance, link, config.evaluate.link_samples))
         else:
             parts.append(_of_targets(mean[:, 0], covariance[:, 0, 0], restored.predictor.noise_variance, *targets))
+        if restored.predictor.detector is not None:
+            parts[-1] |= _of_detector(restored.predictor.detector, batch)
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
@@ -151,6 +154,11 @@ def _of_classes(mean: Tensor, covariance: Tensor, link: str, samples: int) -> di
     variance = covariance.diagonal(dim1=1, dim2=2).sum(1)
     scores = (p, total, doubt, (total - doubt).clamp_min(0), variance)
     return dict(zip(("probabilities", *SCORES), scores, strict=True))
+
+
+def _of_detector(detector: Detector, x: Tensor) -> dict[str, Tensor]:
+    scores = detector.score(x)
+    return {"novelty": scores.cpu(), "p_value": detector.novelty.p_value(scores).cpu()}
 
 
 def _of_targets(mean: Tensor, variance: Tensor, noise: float, centre: float, unit: float) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ntk_iterncgp import kernels
 from ntk_iterncgp.gp.non_conjugate import NonConjugateGP
+from ntk_iterncgp.laplace_torch.detector import Detector
 from ntk_iterncgp.likelihoods import Gaussian
 from ntk_iterncgp.linalg.columns import Buffer, DenseColumns, KroneckerColumns
 from ntk_iterncgp.linalg.factor import Factor
@@ -25,6 +26,8 @@ from ntk_iterncgp.priors.gram import GramPrior
 
 class Predictor(ABC):
     """Latent moments, in float64 on the CPU."""
+
+    detector: Detector | None = None  # of unfamiliar inputs, where one was made by the fit
 
     @property
     @abstractmethod
@@ -45,7 +48,7 @@ class NetworkPredictor(Predictor):
     """A fitted flavour of laplace-torch."""
 
     def __init__(self, la: Any) -> None:
-        self.la = la
+        self.la, self.detector = la, la._detector_now()
 
     @property
     def noise_variance(self) -> float:

@@ -1,0 +1,281 @@
+"""`la.detector(inputs)`: which inputs are unlike those the network was trained for, from one fit.
+
+A detector has a prior precision of its own, beside that of predictions, chosen without labels or outliers
+(`posterior/detection.py`). It is frozen: the posterior, precision and temperature are those of the moment it was made.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from laplace.utils.enums import Likelihood
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from ntk_iterncgp.data.fixed_order import Inputs
+from ntk_iterncgp.jacobian.rows import Rows
+from ntk_iterncgp.laplace_torch.hyperparameters import check_positive, follows_prior
+from ntk_iterncgp.laplace_torch.training_data import draws_from, noted
+from ntk_iterncgp.posterior.convergence import Convergence, convergence_at
+from ntk_iterncgp.posterior.detection import Novelty, latents_of, precision_of_median
+from ntk_iterncgp.posterior.scores import AUTO, SCORES, Latent, against_rest, latent_of
+from ntk_iterncgp.posterior.tuning import ValidationPart
+from ntk_iterncgp.posterior.weight_space import WeightPosterior
+from ntk_iterncgp.runtime.threads import evaluating, exclusively, full_precision
+
+if TYPE_CHECKING:
+    from ntk_iterncgp.laplace_torch.base import IterNCGPLaplace
+
+LEAST_INPUTS = 20  # familiar inputs, below which a rank says nothing
+
+
+@dataclass(frozen=True, eq=False)
+class Detector:
+    """Scores, conformal p-values and alarms for new inputs. Made by `la.detector(inputs)`; prints as one line."""
+
+    la: IterNCGPLaplace
+    posterior: WeightPosterior
+    prior_precision: Tensor  # of the detector, (1,) or (L,)
+    noise_scale: Tensor
+    novelty: Novelty
+    z: float | None  # None: the precision of predictions
+
+    def score(self, x: Inputs) -> Tensor:  # (b,)
+        """Compute how unlike the familiar inputs each input is, higher for less familiar ones.
+
+        Args:
+            x: Inputs as the model takes them: a tensor, a mapping, or a loader of batches.
+
+        Returns:
+            The score of each input: −Σ log p over the scores that are combined, or the only one.
+        """
+        return torch.cat([self.novelty.score(self._latent(part)) for part in self._parts(x)])
+
+    def p_value(self, x: Inputs) -> Tensor:  # (b,)
+        """Compute the conformal p-value of each input, p = (1 + #{s_i ≥ s}) / (n + 1).
+
+        It is uniform on inputs like those that the detector was calibrated on, on average over the draw of these n
+        (for one draw it is off by about 1/√n).
+
+        Args:
+            x: Inputs as the model takes them: a tensor, a mapping, or a loader of batches.
+
+        Returns:
+            The chance that a familiar input scores as high.
+        """
+        return self.novelty.p_value(self.score(x))
+
+    def alarm(self, x: Inputs, rate: float = 0.01) -> Tensor:  # (b,) of bool
+        """Raise an alarm where an input is less familiar than all but a fraction `rate` of the familiar ones.
+
+        Args:
+            x: Inputs as the model takes them: a tensor, a mapping, or a loader of batches.
+            rate: The fraction of alarms among familiar inputs. It takes at least 1/rate − 1 of these.
+
+        Returns:
+            Whether p ≤ rate.
+        """
+        if not 0 < rate < 1:
+            raise ValueError(f"`rate` must be between 0 and 1; got {rate}. Try 0.01.")
+        if rate * (len(self.novelty) + 1) < 1:
+            raise ValueError(
+                f"`rate` must be at least 1/(n + 1) = {1 / (len(self.novelty) + 1):.3g} for a detector of n = "
+                f"{len(self.novelty)} inputs; got {rate}. Try more inputs: la.detector(inputs)."
+            )
+        return self.p_value(x) <= rate
+
+    def __str__(self) -> str:
+        precision = self.prior_precision.double().log().mean().exp()
+        rule = "that of predictions" if self.z is None else f"median evidence {self.z:g} standard deviations"
+        return (
+            f"Detector by {' + '.join(self.novelty.names)}, calibrated on {len(self.novelty):,} inputs, at prior "
+            f"precision {float(precision):.3g} ({rule})."
+        )
+
+    def _latent(self, part: ValidationPart) -> Latent:
+        return latent_of(part, self.posterior, self.prior_precision, self.noise_scale)
+
+    def _parts(self, x: Inputs) -> Iterator[ValidationPart]:
+        return parts_at(self.la, self.posterior, x, layerwise=len(self.prior_precision) > 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain tensors, numbers and strings; the posterior is saved beside them."""
+        return {
+            **self.novelty.to_dict(),
+            "prior_precision": self.prior_precision,
+            "noise_scale": self.noise_scale,
+            "z": self.z,
+        }
+
+    @classmethod
+    def from_dict(cls, saved: Any, la: IterNCGPLaplace, posterior: WeightPosterior) -> Detector:
+        """What `to_dict` made, for a posterior of `la`; a `ValueError` where it is damaged."""
+        if not isinstance(saved, Mapping):
+            raise _damaged("detector", saved)
+        novelty, numbers = Novelty.from_dict(saved, la._device), {}
+        for name, sizes in (("prior_precision", (1, len(la._layer_sizes()))), ("noise_scale", (1,))):
+            value: Any = saved.get(name)
+            is_number = isinstance(value, Tensor) and value.is_floating_point() and value.numel() in sizes
+            if not is_number or not bool((torch.isfinite(value) & (value > 0)).all()):
+                raise _damaged(name, value)
+            numbers[name] = value.to(la._device)
+        z: Any = saved.get("z")
+        if not (z is None or (isinstance(z, (int, float)) and 0 < z < float("inf"))):
+            raise _damaged("z", z)
+        if la.likelihood != Likelihood.CLASSIFICATION and any(SCORES[name].needs_classes for name in novelty.names):
+            raise _damaged("names", novelty.names)
+        return cls(la, posterior, numbers["prior_precision"], numbers["noise_scale"], novelty, z)
+
+
+def _damaged(name: str, found: object) -> ValueError:
+    return ValueError(
+        f"The {name} of a saved detector must be whole; got {found!r:.60}. Try to save it again, or to make it again."
+    )
+
+
+def rows_at(la: IterNCGPLaplace, x: Inputs | DataLoader) -> Iterator[Rows]:
+    """Rows in parts that fit in `chunk_bytes`: one contrast of a classifier, all outputs of a regression."""
+    contrasts = against_rest if la.likelihood == Likelihood.CLASSIFICATION else None
+    la._refresh_posterior()
+    for batch in batches_of(x):
+        la._check_nonempty_inputs(batch)
+        with exclusively(la.model), evaluating(la.model), torch.no_grad(), full_precision(la._device):
+            yield from la._rows_at(batch, contrasts)
+
+
+def parts_at(
+    la: IterNCGPLaplace, posterior: WeightPosterior, x: Inputs | DataLoader, *, layerwise: bool = False
+) -> Iterator[ValidationPart]:
+    """The small matrices of these rows; no row is held longer."""
+    dtype = posterior.images.dtype if la.likelihood == Likelihood.CLASSIFICATION else torch.float64
+    shift = torch.zeros_like(la.mean)
+    for rows in rows_at(la, x):
+        none = rows.outputs.new_zeros(0)
+        yield ValidationPart.of(rows, posterior, shift, none, layerwise=layerwise, dtype=dtype)
+
+
+def batches_of(x: Inputs | DataLoader) -> Iterator[Inputs]:
+    """One batch of inputs, or those of a loader: of pairs (x, y), of inputs alone, or mappings."""
+    if isinstance(x, (Tensor, Mapping)):
+        yield x
+        return
+    if not isinstance(x, Iterable):
+        raise ValueError(f"`x` must be a tensor, a mapping or a loader; got {type(x).__name__}. Try a tensor.")
+    for batch in x:
+        yield batch[0] if isinstance(batch, (tuple, list)) else batch
+
+
+def make_detector(la: IterNCGPLaplace, x: Inputs | DataLoader, score: str | Sequence[str], z: float) -> Detector:
+    """One pass over familiar inputs: the precision by the median rule, and their scores to rank others among."""
+    names = _names(la, score)
+    if not (isinstance(z, (int, float)) and 0 < z < float("inf")):
+        raise ValueError(f"`z` must be a positive number of standard deviations; got {z!r}. Try 1.75.")
+    if draws_from(la, x):
+        warnings.warn(
+            "`x` must be inputs that the network was not trained on, since it is surer of those that it was, and "
+            "others would raise too many alarms; got the training data. Try a validation set.",
+            stacklevel=3,
+        )
+    is_own = la.likelihood == Likelihood.CLASSIFICATION and follows_prior(la)
+    precision = la.prior_precision.detach().double().reshape(-1).clone()
+    if not is_own and len(precision) not in (1, len(la._layer_sizes())):
+        raise ValueError(
+            f"`prior_precision` must be one number, or one for each layer, for a detector at the precision of "
+            f"predictions; got {len(precision)}. Try la.prior_precision = 1.0 before la.detector(inputs)."
+        )
+    noise_scale, posterior = la._noise_scale.detach().double().reshape(1).clone(), la.posterior
+    parts = list(parts_at(la, posterior, x, layerwise=not is_own and len(precision) > 1))
+    count = sum(len(part.outputs) for part in parts)
+    if count < LEAST_INPUTS:
+        raise ValueError(f"`x` must hold at least {LEAST_INPUTS} inputs to rank others among; got {count}. Try 1000.")
+    if is_own:
+        precision = precision.new_full((1,), precision_of_median(parts, posterior, noise_scale, z))
+    familiar = latents_of(parts, posterior, precision, noise_scale)
+    return Detector(la, posterior, precision, noise_scale, Novelty.of(names, familiar), float(z) if is_own else None)
+
+
+def _names(la: IterNCGPLaplace, score: str | Sequence[str]) -> tuple[str, ...]:
+    task = str(Likelihood(la.likelihood).value)
+    names = AUTO[task] if score == "auto" else (score,) if isinstance(score, str) else tuple(score)
+    possible = [name for name in SCORES if task == "classification" or not SCORES[name].needs_classes]
+    if not names or not all(name in possible for name in names):
+        raise ValueError(
+            f"`score` must be 'auto' or one or several of {', '.join(map(repr, possible))} for {task}; got {score!r}. "
+            "Try 'auto'."
+        )
+    return names
+
+
+class Detecting:
+    """What a flavour has of detection: a mixin before `FittedNetwork`."""
+
+    _detector: Detector | None = None
+    posterior: WeightPosterior
+
+    def _network(self, loader: DataLoader) -> Any:
+        noted(self, loader)
+        return super()._network(loader)  # type: ignore[misc]
+
+    def detector(
+        self, x: Inputs | DataLoader | None = None, *, score: str | Sequence[str] = "auto", z: float = 1.75
+    ) -> Detector:
+        """Make a detector of unfamiliar inputs, from familiar ones without labels; or return the one that is there.
+
+        Its prior precision is such that the median evidence of the familiar inputs is `z` posterior standard
+        deviations; that of predictions stays. It costs a forward and a backward pass for each input, here and later,
+        and is saved with the posterior, as long as this is not fitted, refined or compressed again.
+
+        Args:
+            x: Held-out inputs of the kind that the network was trained for, not those that it was trained on: a tensor,
+                a mapping, or a loader (labels are not looked at). A thousand are enough; alarms at rate r take 1/r.
+                None: the detector that was made or loaded before.
+            score: A name in `ntk_iterncgp.posterior.scores.SCORES`, or several, which are combined by their ranks;
+                "auto" combines those that hold up across networks.
+            z: The number of posterior standard deviations; detection is flat between 1 and 3. Regression has no such
+                rule, and a refined mean of a classifier no other precision: they keep that of predictions.
+
+        Returns:
+            The detector: `score(x)`, `p_value(x)`, `alarm(x, rate)`.
+        """
+        la: Any = self
+        la._check_fitted()
+        if x is not None:
+            self._detector = make_detector(la, x, score, z)
+        elif self._detector_now() is None:
+            raise RuntimeError(
+                "la.detector() must follow la.detector(inputs) for this posterior; got none. Try la.detector(inputs) "
+                "with some hundred held-out inputs."
+            )
+        assert self._detector is not None
+        return self._detector
+
+    def convergence(self, x: Inputs | DataLoader, *, prior_precision: float | Tensor | None = None) -> Convergence:
+        """Estimate how much the variance at some inputs would still fall with twice the actions.
+
+        Of a classifier it is the variance of the likeliest class against the rest, of a regression that of all outputs;
+        on average over the inputs. It costs a forward and a backward pass for each, and no training data.
+
+        Args:
+            x: Inputs: a tensor, a mapping, or a loader (labels are not looked at).
+            prior_precision: At which precision; None: the current one. That of a detector is its `prior_precision`.
+
+        Returns:
+            Variances with half of the actions, all, and twice as many; prints as a sentence with advice.
+        """
+        la: Any = self
+        la._check_fitted()
+        if prior_precision is None:
+            precision = la.prior_precision.detach()
+        else:
+            check_positive("prior_precision", prior_precision)
+            precision = torch.as_tensor(prior_precision).detach().to(la._device).reshape(-1)
+        return convergence_at(rows_at(la, x), la.posterior, precision.double(), la._noise_scale.detach())
+
+    def _detector_now(self) -> Detector | None:
+        """The detector that was made for this posterior, if there is one."""
+        made = self._detector
+        return made if made is not None and made.posterior is self.posterior else None

@@ -1,0 +1,226 @@
+"""Output temperature and prior precision together, p = E softmax(f/T): the least NLL on held-out data.
+
+A variance can only make predictions less sure, so a network that is too cautious needs T < 1; one temperature cannot
+tell inputs apart, so one that is sure of unfamiliar inputs needs the variance. T alone is δ = ∞, precision alone T = 1.
+With few data the pair is overfitted more than either, so they are compared by cross-fitting: each datum is judged by
+what the others chose. Another family than temperature scaling must be better than it by `CLEAR` standard errors of
+the paired difference, so that this is never worse than temperature scaling beyond the noise of the tuning set.
+
+Few data of which the network has none wrong ask for T → 0. So log T has a prior, N(0, s²): of the order of 1/N nats per
+datum, it decides nothing where there are enough.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ntk_iterncgp.likelihoods import Softmax
+from ntk_iterncgp.likelihoods.quadrature import gaussian_points
+from ntk_iterncgp.posterior.predictive import POINT_ENTRIES
+from ntk_iterncgp.posterior.tuning import ScalarPath, ValidationPart
+from ntk_iterncgp.posterior.weight_space import WeightPosterior
+
+TEMPERATURES = tuple(2 ** (k / 3) for k in range(-7, 10))  # 0.2 to 8
+SPREADS = tuple(10 ** (k / 1.5) for k in range(-5, 9))  # prior standard deviations of an output
+FINER = (-0.5, -0.25, 0.0, 0.25, 0.5)  # steps of these grids, around the best of each family
+POINTS = 128  # of the link
+NUM_FOLDS = 5
+LEAST_DATA = 20
+CLEAR = 2.0  # standard errors
+DOUBT = 0.5  # of log T before any data: standard deviations from T = 1
+NEGLIGIBLE = 3e-4  # nats, by which a variance may change the mean datum's loss where none is wanted
+MOST_STEPS = 20  # of the grid, towards that
+
+Pair = tuple[float, float]
+"""An output temperature and a prior precision, which may be infinite: no variance."""
+
+FAMILIES = ("neither", "temperature", "precision", "both")
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was chosen for p = E softmax(f/T), and why; prints as a table."""
+
+    output_temperature: float
+    prior_precision: float
+    family: str  # one of "neither", "temperature", "precision", "both"
+    num_data: int
+    losses: Mapping[str, float]  # cross-fitted NLL of each family, nats per datum
+    errors: Mapping[str, float]  # standard error of its difference from temperature scaling
+
+    def __str__(self) -> str:
+        lines = [
+            f"Output temperature {self.output_temperature:.3g} and prior precision {self.prior_precision:.3g}: "
+            f"{_MEANING[self.family]}, by the cross-fitted NLL of {self.num_data:,} inputs."
+        ]
+        for name in FAMILIES:
+            difference = self.losses[name] - self.losses["temperature"]
+            beside = "" if name == "temperature" else f"  {difference:+.4f} ± {self.errors[name]:.4f}"
+            lines.append(f"  {name:<12} {self.losses[name]:.4f}{beside}{'  (chosen)' if name == self.family else ''}")
+        return "\n".join(lines)
+
+
+_MEANING = {
+    "neither": "the network is calibrated as it is",
+    "temperature": "temperature scaling, since these data do not tell that a variance adds to it",
+    "precision": "the posterior variance alone",
+    "both": "the posterior variance and a temperature",
+}
+
+
+class Losses:
+    """−log p(y) of each datum for pairs of temperature and precision, each computed once.
+
+    The points of the link are those of the covariance, so all temperatures share them.
+    """
+
+    def __init__(self, parts: Sequence[ValidationPart], posterior: WeightPosterior, noise_scale: Tensor) -> None:
+        self._parts, self._noise_scale = parts, noise_scale
+        self._path = ScalarPath(posterior, parts, noise_scale) if posterior.rank else None
+        self._outputs = torch.cat([part.outputs for part in parts])
+        self._targets = torch.cat([part.targets for part in parts])
+        self._known: dict[Pair, Tensor] = {}
+
+    def __call__(self, pairs: Sequence[Pair]) -> Tensor:  # (pairs, N)
+        wanted: dict[float, list[float]] = {}
+        for T, precision in dict.fromkeys(pairs):
+            if (T, precision) not in self._known:
+                wanted.setdefault(precision, []).append(T)
+        for precision, temperatures in wanted.items():
+            table = self._at(precision, temperatures)
+            self._known |= {(T, precision): loss for T, loss in zip(temperatures, table, strict=True)}
+        return torch.stack([self._known[pair] for pair in pairs])
+
+    def _at(self, precision: float, temperatures: Sequence[float]) -> Tensor:  # (temperatures, N)
+        if math.isinf(precision):
+            return torch.stack([_log_loss(self._outputs / T, self._targets) for T in temperatures])
+        N, C = self._outputs.shape
+        covariance, contrasts = self._covariance(precision), Softmax(C).contrasts(self._outputs.device)
+        tables = []
+        for rows in torch.arange(N, device=self._outputs.device).split(1 + POINT_ENTRIES // (POINTS * C)):
+            mean, targets = self._outputs[rows], self._targets[rows]
+            if C == 2:  # the points of a line depend on the temperature
+                scaled = [gaussian_points(mean / T, covariance[rows] / T**2, contrasts, POINTS) for T in temperatures]
+                latents = [(mean / T)[:, None] + z @ R.mT for T, (R, z, _) in zip(temperatures, scaled, strict=True)]
+                weights = [w for _, _, w in scaled]
+            else:
+                R, z, w = gaussian_points(mean, covariance[rows], contrasts, POINTS)
+                latent = mean[:, None] + z @ R.mT  # (b, q, C)
+                latents, weights = [latent / T for T in temperatures], [w] * len(temperatures)
+            log_p = [_log_loss(f, targets[:, None].expand(f.shape[:2])) for f in latents]  # −log p, (b, q)
+            tables.append(torch.stack([-(w.log() - p).logsumexp(1) for w, p in zip(weights, log_p, strict=True)]))
+        return torch.cat(tables, 1)
+
+    def _covariance(self, precision: float) -> Tensor:  # (N, C, C)
+        scalar = torch.full((1,), precision, dtype=torch.float64, device=self._outputs.device)
+        if self._path is None:
+            return torch.cat([part.prior(scalar) for part in self._parts])
+        return torch.cat([covariance for _, covariance, _ in self._path.moments(scalar[0])])
+
+    def mean(self, pair: Pair) -> float:
+        """Nats per datum."""
+        return float(self([pair]).mean())
+
+    def best(self, pairs: Sequence[Pair]) -> Pair:
+        """The pair of least loss, a priori doubt included."""
+        return pairs[int((self(pairs).sum(1) + self.doubts(pairs)).argmin())]
+
+    def doubts(self, pairs: Sequence[Pair]) -> Tensor:  # (pairs,)
+        """½(log T/s)²: what a temperature far from one must be worth in all."""
+        logs = torch.tensor([math.log(T) for T, _ in pairs], dtype=torch.float64, device=self._outputs.device)
+        return 0.5 * (logs / DOUBT).square()
+
+    @property
+    def precisions(self) -> list[float]:
+        """A grid, for which the prior standard deviation of a typical output is one of `SPREADS`."""
+        variance = torch.cat([part.prior(part.covariance.new_ones(1)).diagonal(dim1=1, dim2=2) for part in self._parts])
+        typical = float(variance.double().mean(1).median())
+        return [typical / spread**2 for spread in SPREADS] if typical > 0 else []
+
+
+def _log_loss(outputs: Tensor, targets: Tensor) -> Tensor:  # (…, C), (…) -> (…)
+    return outputs.logsumexp(-1) - outputs.gather(-1, targets[..., None])[..., 0]
+
+
+def calibrate(parts: Sequence[ValidationPart], posterior: WeightPosterior, noise_scale: Tensor) -> Calibration:
+    """Choose the output temperature and the prior precision from held-out data.
+
+    Args:
+        parts: The held-out data, with labels.
+        posterior: Of the fit.
+        noise_scale: τ = σ²·T of the likelihood.
+
+    Returns:
+        The pair of the family that was chosen, tuned on all of the data, and the cross-fitted losses of all families.
+    """
+    losses = Losses(parts, posterior, noise_scale)
+    candidates = _candidates(losses)
+    fitted = {name: _crossfitted(losses, pairs) for name, pairs in candidates.items()}
+    floor, errors = fitted["temperature"], {}
+    chosen = "temperature"
+    for name, loss in fitted.items():
+        difference = floor - loss
+        errors[name] = float(difference.std() / math.sqrt(len(difference)))
+        better = loss.mean() < fitted[chosen].mean()
+        if better and float(difference.mean()) > CLEAR * errors[name]:
+            chosen = name
+    temperature, precision = losses.best(candidates[chosen])
+    if math.isinf(precision):
+        precision = _without_variance(losses, temperature)
+    means = {name: float(loss.mean()) for name, loss in fitted.items()}
+    return Calibration(temperature, precision, chosen, len(floor), means, errors)
+
+
+def _candidates(losses: Losses) -> dict[str, list[Pair]]:
+    """The pairs of each family: on a grid, and on a finer one around its best pair."""
+    none, precisions = math.inf, losses.precisions
+    grids: dict[str, list[Pair]] = {
+        "neither": [(1.0, none)],
+        "temperature": [(T, none) for T in TEMPERATURES],
+        "precision": [(1.0, precision) for precision in precisions] + [(1.0, none)],
+        "both": [(T, precision) for precision in precisions for T in TEMPERATURES],
+    }
+    for name in ("temperature", "precision", "both"):
+        if not grids[name]:  # no weight has a say at these inputs
+            grids[name] = grids["temperature"]
+        T, precision = losses.best(grids[name])
+        finer_T = [T * (TEMPERATURES[1] / TEMPERATURES[0]) ** step for step in FINER]
+        finer_precision = [precision * (SPREADS[1] / SPREADS[0]) ** (2 * step) for step in FINER]
+        grids[name] += [
+            (one, other)
+            for other in (finer_precision if not math.isinf(precision) else [precision])
+            for one in (finer_T if name != "precision" else [T])
+        ]
+    grids["both"] += grids["temperature"]
+    return grids
+
+
+def _crossfitted(losses: Losses, pairs: Sequence[Pair]) -> Tensor:  # (N,)
+    """The loss of each datum at the pair that is best for the other folds."""
+    table = losses(pairs)
+    N = table.shape[1]
+    order = torch.randperm(N, generator=torch.Generator().manual_seed(0)).to(table.device)
+    result, total = torch.empty_like(table[0]), table.sum(1) + losses.doubts(pairs)
+    for fold in order.tensor_split(min(NUM_FOLDS, N)):
+        best = int((total - table[:, fold].sum(1)).argmin())
+        result[fold] = table[best, fold]
+    return result
+
+
+def _without_variance(losses: Losses, temperature: float) -> float:
+    """The smallest precision of the grid at which the variance changes the loss of a datum by next to nothing.
+
+    Not the mean loss, which may gain at some data what it loses at others, and will elsewhere.
+    """
+    plain = losses([(temperature, math.inf)])
+    precision, step = max(losses.precisions, default=1.0), (SPREADS[1] / SPREADS[0]) ** 2
+    for _ in range(MOST_STEPS):
+        if float((losses([(temperature, precision)]) - plain).abs().mean()) <= NEGLIGIBLE:
+            break
+        precision *= step
+    return precision

@@ -1,0 +1,205 @@
+"""`la.detector`: one fit, two precisions; ranks, alarms, saving, and what it refuses."""
+
+import warnings
+from copy import deepcopy
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+from ntk_iterncgp.posterior.scores import against_rest
+from tests.clusters_helpers import TRAINING, Digits, Net, digits, make_net
+from tests.laplace_helpers import subsets
+from tests.network_cases import dense_jacobian
+
+NAMES = ("evidence", "energy", "entropy", "ratio")
+
+
+@pytest.fixture(scope="module")
+def net() -> Digits:
+    return digits(0)
+
+
+@pytest.fixture(scope="module")
+def la(net: Digits) -> Any:
+    la = net.laplace(num_actions=40)
+    la.fit(net.loader())
+    return la
+
+
+@cache
+def held_out() -> Tensor:  # (997, 64)
+    """What `digits(0)` was not trained on."""
+    images = torch.tensor(load_digits().data / 16, dtype=torch.float32)
+    return images[torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[TRAINING:]]
+
+
+def familiar() -> Tensor:
+    return held_out()[:500]
+
+
+def others() -> Tensor:
+    return held_out()[500:]
+
+
+def of(case: Net, dtype: torch.dtype = torch.float64) -> Tensor:  # (140, 3)
+    """Enough inputs to make a detector of."""
+    return case.near_and_far().repeat(20, 1).to(dtype)
+
+
+def auroc(low: Tensor, high: Tensor) -> float:
+    return float((high[:, None] > low).double().mean() + 0.5 * (high[:, None] == low).double().mean())
+
+
+def test_it_tells_noise_and_rotated_digits_from_digits_better_than_the_network(net: Digits, la: Any) -> None:
+    det = la.detector(familiar())
+    assert det.novelty.names == NAMES
+    rotated = torch.rot90(others().unflatten(1, (8, 8)), 1, (1, 2)).reshape(-1, 64)
+    noise = torch.rand(200, 64, generator=torch.Generator().manual_seed(0))
+    for unfamiliar in (rotated, noise):
+        ours = auroc(det.score(others()), det.score(unfamiliar))
+        entropy = [torch.special.entr(la.model(x).softmax(1)).sum(1).detach() for x in (others(), unfamiliar)]
+        assert ours > max(0.8, auroc(*entropy)), (ours, auroc(*entropy))
+
+
+@subsets
+def test_its_variance_is_the_dense_one_at_its_own_precision(subset: str) -> None:
+    case = make_net(3)
+    la = case.laplace(subset=subset, num_actions=6, prior_precision=2.0)
+    la.fit(case.loader())
+    x = case.near_and_far()
+    det = la.detector(of(case), score="variance", z=1.5)
+    precision = float(det.prior_precision)
+    assert torch.equal(la.prior_precision, torch.full_like(la.prior_precision, 2.0)), "that of predictions stays"
+    dense = deepcopy(la)
+    dense.prior_precision = precision
+    mean, covariance = dense.predictive_moments(x)
+    h = against_rest(mean)
+    assert torch.allclose(det.score(x), (h.mT @ covariance @ h)[:, 0, 0], rtol=1e-6)
+    evidence = (h[..., 0] * mean).sum(1) / det.score(x).sqrt()
+    assert float(evidence.median()) == pytest.approx(1.5, rel=2e-3)
+
+
+def test_the_variance_never_falls_below_the_exact_one() -> None:
+    case = make_net(3)
+    for dtype in (torch.float32, torch.float64):
+        la = case.laplace(dtype, num_actions=4)
+        la.fit(case.loader(dtype))
+        det, x = la.detector(of(case, dtype), score="variance"), case.near_and_far()
+        with torch.no_grad():
+            h = against_rest(case.model(x))
+        J = dense_jacobian(case.model, x)
+        exact = J @ case.weight_covariance(float(det.prior_precision)) @ J.mT
+        ratio = det.score(x.to(dtype)) / (h.mT @ exact @ h)[:, 0, 0]
+        assert float(ratio.min()) > 0.999 and float(ratio.max()) > 1.01, ratio
+
+
+def test_inputs_may_come_as_a_tensor_a_loader_of_pairs_or_of_inputs_alone(net: Digits, la: Any) -> None:
+    x = familiar()
+    det = la.detector(x)
+    for loader in (
+        DataLoader(TensorDataset(x, torch.zeros(len(x)).long()), batch_size=33),
+        DataLoader(TensorDataset(x), batch_size=50),
+        [x[:70], x[70:]],
+    ):
+        again = la.detector(loader)
+        assert torch.allclose(again.novelty.combined, det.novelty.combined, rtol=1e-4, atol=1e-4)
+        assert len(det.score(loader)) == len(x)
+
+
+def test_alarms_come_at_the_rate_that_was_asked_for(net: Digits, la: Any) -> None:
+    det = la.detector(familiar(), score="evidence")
+    assert float(det.alarm(familiar(), rate=0.1).double().mean()) == pytest.approx(0.1, abs=0.02)
+    assert 0.02 < float(det.alarm(others(), rate=0.1).double().mean()) < 0.25
+    with pytest.raises(ValueError, match=r"`rate` must be between 0 and 1; got 1\.5"):
+        det.alarm(others(), rate=1.5)
+    with pytest.raises(ValueError, match=r"`rate` must be at least 1/\(n \+ 1\)"):
+        det.alarm(others(), rate=1e-5)
+
+
+def test_it_is_saved_with_the_posterior_and_stale_after_another_fit(net: Digits, la: Any) -> None:
+    det, x = la.detector(familiar()), others()[:10]
+    other = net.laplace(num_actions=40)
+    other.load_state_dict(la.state_dict())
+    assert torch.equal(other.detector().score(x), det.score(x)) and str(other.detector()) == str(det)
+    assert str(det).startswith("Detector by evidence + energy + entropy + ratio, calibrated on ")
+    other.compress(20)
+    assert "detector" not in other.state_dict()
+    with pytest.raises(RuntimeError, match=r"must follow la.detector\(inputs\) for this posterior"):
+        other.detector()
+    assert torch.equal(det.score(x), la.detector().score(x)), "frozen"
+
+
+def test_it_stays_the_same_when_hyperparameters_of_predictions_change(net: Digits, la: Any) -> None:
+    changed = deepcopy(la)
+    det, x = changed.detector(familiar()), others()[:10]
+    before = det.score(x)
+    changed.prior_precision, changed.temperature, changed.output_temperature = 1e4, 3.0, 2.0
+    assert torch.equal(det.score(x), before)
+
+
+def test_a_damaged_detector_is_refused_and_leaves_the_posterior_as_it_was(net: Digits, la: Any) -> None:
+    la.detector(familiar())
+    state = la.state_dict()
+    assert state["detector"]["z"] == 1.75
+    for name, value in (
+        ("prior_precision", torch.tensor([-1.0])),
+        ("noise_scale", torch.tensor([float("nan")])),
+        ("z", "many"),
+        ("names", ["no such score"]),
+    ):
+        with pytest.raises(ValueError, match="saved detector must be"):
+            net.laplace(num_actions=40).load_state_dict({**state, "detector": {**state["detector"], name: value}})
+
+
+def test_training_data_are_seen_and_warned_about() -> None:
+    case = make_net(3, num_data=100)
+    data, la = case.dataset(), case.laplace(num_actions=6)
+    half = Subset(data, range(50))
+    la.fit(DataLoader(half, batch_size=10))
+    for known in (Subset(data, range(40, 90)), half, data):
+        with pytest.warns(UserWarning, match="`x` must be inputs that the network was not trained on"):
+            la.detector(DataLoader(known, batch_size=50))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        la.detector(DataLoader(Subset(data, range(50, 100)), batch_size=50))
+    la.fit(DataLoader(data, batch_size=10))
+    with pytest.warns(UserWarning, match="got the training data"):
+        la.detector(data.tensors[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        la.detector(data.tensors[0].clone())
+
+
+def test_regression_is_scored_by_its_variance() -> None:
+    case = make_net(1, likelihood="regression")
+    la = case.laplace(num_actions=20)
+    la.fit(case.loader())
+    x = of(case)
+    det, total = la.detector(x, score="variance"), la.predictive_moments(x)[1].diagonal(dim1=1, dim2=2).sum(1)
+    assert det.z is None and torch.equal(det.prior_precision, la.prior_precision.double())
+    assert torch.allclose(det.score(x), total, rtol=1e-4)
+    assert la.detector(x).novelty.names == ("variance", "ratio")
+    with pytest.raises(ValueError, match="`score` must be 'auto' or one or several of 'ratio', 'variance'"):
+        la.detector(x, score="entropy")
+
+
+def test_wrong_arguments_are_named(net: Digits, la: Any) -> None:
+    x = familiar()
+    for arguments, message in (
+        ({"score": "typo"}, r"`score` must be 'auto' or one or several of 'evidence'.*got 'typo'"),
+        ({"score": ()}, "`score` must be 'auto'"),
+        ({"z": 0}, "`z` must be a positive number of standard deviations; got 0"),
+        ({"z": float("nan")}, "`z` must be a positive number"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            la.detector(x, **arguments)
+    with pytest.raises(ValueError, match=r"`x` must hold at least 20 inputs .* got 3"):
+        la.detector(x[:3])
+    with pytest.raises(ValueError, match="`x` must be a tensor, a mapping or a loader; got int"):
+        la.detector(3)
+    assert float(la.prior_precision) == 1
