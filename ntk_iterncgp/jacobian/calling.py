@@ -22,8 +22,9 @@ TARGETS = "labels"
 def arguments(model: nn.Module, x: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and named arguments with which a model takes a batch."""
     if isinstance(x, Mapping):
-        named = {name: x[name] for name in _names(model) if name in x and name != TARGETS}
-        if named:
+        names = _names(model)
+        named = {name: x[name] for name in names if name in x and name != TARGETS}
+        if named and len(names) > 1:  # a single argument is for the mapping, whatever its name
             return (), named
     return (x,), {}
 

@@ -216,9 +216,9 @@ class Detecting:
     _detector: Detector | None = None
     posterior: WeightPosterior
 
-    def _network(self, loader: DataLoader) -> Any:
+    def _network(self, loader: DataLoader, *, is_known: bool = False) -> Any:
         noted(self, loader)
-        return super()._network(loader)  # type: ignore[misc]
+        return super()._network(loader, is_known=is_known)  # type: ignore[misc]
 
     def detector(
         self, x: Inputs | DataLoader | None = None, *, score: str | Sequence[str] = "auto", z: float = 1.75

@@ -340,7 +340,7 @@ def test_the_choice_says_which_and_why(large: None, monkeypatch: pytest.MonkeyPa
     assert "by fused (250,000 pairs in 2 coordinates are worth compiling" in chosen(RBF(), X)
     assert "by gemm (distances in 40 coordinates are a matrix product)" in chosen(RBF(), draw(10, 40))
     assert "by plain (Flat is not a formula of distances)" in chosen(Flat(), X)
-    assert "by plain (Sum is not a formula of distances)" in chosen(RBF() + Flat(), X)
+    assert "by plain (Flat is not a formula of distances)" in chosen(RBF() + Flat(), X)
     assert "by plain (as asked)" in chosen(RBF(), X, method="plain")
     assert "by plain (there is nothing to multiply)" in chosen(RBF(), X[:0])
 
