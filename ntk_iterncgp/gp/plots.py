@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ntk_iterncgp.likelihoods import Bernoulli, Binomial, Gaussian, NegativeBinomial, Ordinal, Poisson, Softmax
-from ntk_iterncgp.likelihoods.quadrature import line_points
-from ntk_iterncgp.posterior.function_space import standard_normal_quantile
+from ntk_iterncgp.likelihoods.quadrature import line_points, standard_normal_quantile
 from ntk_iterncgp.posterior.predictive import expected_response
 
 POINTS_1D, POINTS_2D = 400, 120  # along an axis

@@ -10,6 +10,8 @@ scales, and each piece gets a Gauss–Legendre rule: on every piece both factors
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -106,3 +108,8 @@ def covariance_root(covariance: Tensor) -> Tensor:  # (..., C, C)
     values, vectors = torch.linalg.eigh(covariance)
     root = (vectors * values.clamp_min(0).sqrt()[..., None, :]).flip(-1)
     return root
+
+
+def standard_normal_quantile(level: float) -> float:
+    """z with P(|Z| ≤ z) = level."""
+    return math.sqrt(2) * float(torch.erfinv(torch.tensor(level, dtype=torch.float64)))

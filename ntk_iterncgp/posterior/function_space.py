@@ -8,7 +8,6 @@ stays at or above that of the exact posterior for the same curvature W.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
@@ -157,8 +156,3 @@ def floor_diagonal(covariance: Tensor) -> Tensor:
     """A variance that came out negative by rounding is zero."""
     diagonal = covariance.diagonal(dim1=-2, dim2=-1)
     return covariance.diagonal_scatter(diagonal.clamp_min(0.0), dim1=-2, dim2=-1)
-
-
-def standard_normal_quantile(level: float) -> float:
-    """z with P(|Z| ≤ z) = level."""
-    return math.sqrt(2) * float(torch.erfinv(torch.tensor(level, dtype=torch.float64)))

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from ntk_iterncgp.likelihoods import Likelihood, Softmax
-from ntk_iterncgp.likelihoods.quadrature import LINE_POINTS, contrast_root, gaussian_points
-from ntk_iterncgp.posterior.function_space import standard_normal_quantile
+from ntk_iterncgp.likelihoods.quadrature import LINE_POINTS, contrast_root, gaussian_points, standard_normal_quantile
 from ntk_iterncgp.runtime.validate import whole_number
 
 LINKS = ("probit", "quadrature", "mc")

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributions import Normal
 
 from ntk_iterncgp.likelihoods import Bernoulli, Gaussian, Likelihood, Poisson, Softmax
-from ntk_iterncgp.posterior.function_space import standard_normal_quantile
+from ntk_iterncgp.likelihoods.quadrature import standard_normal_quantile
 from ntk_iterncgp.posterior.predictive import LINKS, classification_uncertainty, credible_interval, expected_response
 
 NUM_DRAWS = 1_000_000

@@ -30,7 +30,7 @@ from ntk_iterncgp.experiments.evaluation.uncertainty import (
     gaussian_losses,
     regression_metrics,
 )
-from ntk_iterncgp.posterior.function_space import standard_normal_quantile
+from ntk_iterncgp.likelihoods.quadrature import standard_normal_quantile
 from ntk_iterncgp.posterior.tuning import ValidationPart
 from ntk_iterncgp.posterior.weight_space import WeightPosterior
 

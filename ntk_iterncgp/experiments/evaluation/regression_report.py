@@ -14,7 +14,7 @@ from ntk_iterncgp.experiments.evaluation.figures import STYLES, against_exact, i
 from ntk_iterncgp.experiments.evaluation.regression import RegressionComparison, RegressionResult
 from ntk_iterncgp.experiments.evaluation.report import PROTOCOLS, difference_column, verdict, what_was_run
 from ntk_iterncgp.experiments.evaluation.tables import Column, Table, number
-from ntk_iterncgp.posterior.function_space import standard_normal_quantile
+from ntk_iterncgp.likelihoods.quadrature import standard_normal_quantile
 
 MOST_POINTS = 400  # of a scatter plot
 

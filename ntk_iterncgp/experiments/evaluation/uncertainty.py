@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ntk_iterncgp.posterior.function_space import standard_normal_quantile
+from ntk_iterncgp.likelihoods.quadrature import standard_normal_quantile
 
 LEVELS = (0.5, 0.9, 0.95)
 BOOTSTRAP_CHUNK = 2**22  # resampled entries at once

@@ -33,7 +33,8 @@ from ntk_iterncgp.experiments.reproduce.style import style
 from ntk_iterncgp.experiments.settings import ConfigError
 from ntk_iterncgp.kernels import RBF
 from ntk_iterncgp.likelihoods import Poisson
-from ntk_iterncgp.posterior.function_space import Posterior, standard_normal_quantile
+from ntk_iterncgp.likelihoods.quadrature import standard_normal_quantile
+from ntk_iterncgp.posterior.function_space import Posterior
 from ntk_iterncgp.solver import NewtonOptions, Problem, State, Stopping, newton, resolve_policy
 
 TARGET = 1.05  # a schedule has arrived when its test NLL stays within 5 % of that of the converged posterior

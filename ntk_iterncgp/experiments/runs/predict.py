@@ -36,8 +36,8 @@ from ntk_iterncgp.experiments.runs.predictor import KernelPredictor, NetworkPred
 from ntk_iterncgp.experiments.runs.prepare import chosen_device
 from ntk_iterncgp.experiments.settings import ConfigError
 from ntk_iterncgp.laplace_torch.detector import Detector
+from ntk_iterncgp.likelihoods.quadrature import standard_normal_quantile
 from ntk_iterncgp.persistence.files import load_posterior, write_atomically
-from ntk_iterncgp.posterior.function_space import standard_normal_quantile
 
 MAX_LINK_SAMPLES = 2**16
 SCORES = ("entropy", "epistemic", "aleatoric", "variance")
