@@ -207,6 +207,7 @@ def test_other_inputs_and_wrong_numbers_are_refused(
     assert "fit.shard must be for a network" in capsys.readouterr().err
 
 
+@pytest.mark.process
 @pytest.mark.cli
 def test_a_folder_that_another_run_writes_into_is_refused(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -248,6 +249,7 @@ cli.main(sys.argv[1:])
 
 
 @pytest.mark.process
+@pytest.mark.cli
 @pytest.mark.parametrize("before", [None, "an earlier merge"])
 def test_killed_in_the_middle_of_writing_no_file_is_half_written_and_nothing_lost(
     before: str | None, folder: Path, tmp_path: Path
@@ -268,6 +270,7 @@ def test_killed_in_the_middle_of_writing_no_file_is_half_written_and_nothing_los
     FolderLock(tmp_path, "a test").release()
 
 
+@pytest.mark.cli
 def test_the_command_is_a_function_too(folder: Path, tmp_path: Path) -> None:
     output = command([Path(path) for path in parts(folder)], tmp_path / "new" / "out.safetensors", max_rank=3)
     assert restore(output, CPU).predictor.la.posterior.rank == 3  # type: ignore[attr-defined]

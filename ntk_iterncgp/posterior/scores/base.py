@@ -10,6 +10,7 @@ well be far from *one* of the classes that were not chosen, and near all others.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 
@@ -69,3 +70,8 @@ class Score(ABC):
     @abstractmethod
     def __call__(self, latent: Latent) -> Tensor:  # (b,)
         """The score at each input."""
+
+
+def softened(latent: Latent) -> Tensor:  # (b, C)
+    """The outputs, each input's divided by √(1 + π v/8)."""
+    return latent.outputs / (1 + math.pi / 8 * latent.variance).sqrt()[:, None]

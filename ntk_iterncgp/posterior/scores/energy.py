@@ -4,8 +4,7 @@ from typing import final
 
 from torch import Tensor
 
-from ntk_iterncgp.posterior.scores.base import Latent, Score
-from ntk_iterncgp.posterior.scores.entropy import softened
+from ntk_iterncgp.posterior.scores.base import Latent, Score, softened
 
 
 @final

@@ -3,17 +3,11 @@
 H[softmax(f)]      H[softmax(f / √(1 + π v/8))], v = hᵀΣh: the probit approximation with one variance for all classes
 """
 
-import math
 from typing import final
 
 from torch import Tensor
 
-from ntk_iterncgp.posterior.scores.base import Latent, Score
-
-
-def softened(latent: Latent) -> Tensor:  # (b, C)
-    """The outputs, each input's divided by √(1 + π v/8)."""
-    return latent.outputs / (1 + math.pi / 8 * latent.variance).sqrt()[:, None]
+from ntk_iterncgp.posterior.scores.base import Latent, Score, softened
 
 
 def entropy_of(outputs: Tensor) -> Tensor:  # (b, C) -> (b,)
