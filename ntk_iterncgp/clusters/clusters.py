@@ -94,7 +94,8 @@ class Pass:
 
     def counted(self) -> Tensor:  # (m,)
         """Which are in the posterior. Where they come group by group, those of whole groups: an unfinished sum may say
-        more about some input than the finished one, and the variance shall only fall."""
+        more about some input than the finished one, and the variance shall only fall.
+        """
         if not self.by_group:
             return self.swept
         unfinished = torch.zeros(self.num_groups, dtype=torch.bool, device=self.swept.device)
@@ -257,7 +258,8 @@ class Clusters:
     ) -> Pass:
         """Group the data for the next directions, so many of each. `like` gives the dtype and device of the images. If
         `max_epochs` are not enough for all of the pass, its groups are the actions: there will be no combining them.
-        Nor if `combines` is off."""
+        Nor if `combines` is off.
+        """
         number = cotangents_each(self.likelihood, cotangents, max_epochs)
         num_actions, num_kept = num_actions * (cotangents or 1), None  # in all
         num_groups = -(-num_actions // number)
@@ -360,7 +362,8 @@ class Clusters:
 
     def image_gram(self) -> Tensor:  # (B, B)
         """AᵀA of the actions that are in the posterior: of the very images, as they are stored. After a further pass
-        only what is new of it is computed."""
+        only what is new of it is computed.
+        """
         found = self._actions()
         images, complete = [part.T for part in found.images], [done.is_complete for done in self.passes]
         gram = block_matrix(self.gram_blocks, complete, lambda i, j: inner_products(images[i], images[j]))
@@ -368,18 +371,21 @@ class Clusters:
 
     def rounding_gram(self) -> Tensor:  # (B, B)
         """The squared errors of the images, over those of one number: each group's is in proportion to its own image,
-        and combinations of groups have theirs however small they are."""
+        and combinations of groups have theirs however small they are.
+        """
         found, blocks = self._actions(), []
         for done, best in zip(self.passes, found.combinations, strict=True):
             parts = done.images.split(rows_at_once(len(done.images)), 1)
             lengths = sum(part.double().square().sum(1) for part in parts)
             assert isinstance(lengths, Tensor)
             blocks.append(lengths.diag() if best is None else best.T @ (lengths[:, None] * best))
-        return torch.block_diag(*blocks)[found.kept][:, found.kept]
+        gram: Tensor = torch.block_diag(*blocks)[found.kept][:, found.kept]
+        return gram
 
     def keep_all(self) -> None:
         """Of an unfinished pass each group stays as it is: what is made of all of them later might say less about
-        some input than these do, and the variance shall only fall."""
+        some input than these do, and the variance shall only fall.
+        """
         self.passes[-1].num_kept = self.latest = None
 
     def forget(self) -> None:
@@ -426,7 +432,8 @@ class Clusters:
         found = self._actions()
         pairs = zip(self.passes, found.combinations, strict=True)
         blocks = [torch.eye(len(done.images)).to(found.noise_gram) if best is None else best for done, best in pairs]
-        return torch.block_diag(*blocks)[:, found.kept]
+        combinations: Tensor = torch.block_diag(*blocks)
+        return combinations[:, found.kept]
 
     def _actions(self) -> Actions:
         swept = [int(done.swept.sum()) for done in self.passes]

@@ -67,7 +67,7 @@ class Reading(NamedTuple):
     draws_batch: bool
 
 
-class WatchedReader(Wraps, Dataset):
+class WatchedReader(Wraps, Dataset[Any]):
     """Reads as `FrozenReader` does, and watches for random numbers."""
 
     def __init__(self, source: MapStyle) -> None:
@@ -86,10 +86,10 @@ class WatchedReader(Wraps, Dataset):
             return Reading(collated, draws_items, not before.is_that_of(random_state()))
 
 
-class WatchedStream(Wraps, IterableDataset):
+class WatchedStream(Wraps, IterableDataset[Any]):
     """The first batch of a stream, twice."""
 
-    def __init__(self, loader: DataLoader) -> None:
+    def __init__(self, loader: DataLoader[Any]) -> None:
         self.dataset, self.collate_fn, self.batch_size = loader.dataset, loader.collate_fn, loader.batch_size
 
     def __iter__(self) -> Iterator[tuple[Any, bool, int]]:
@@ -143,7 +143,7 @@ def _watched(source: MapStyle, requests: list[Request]) -> Iterator[Reading]:
     return _in_one_process(WatchedReader(source), source.settings, sampler=requests)
 
 
-def _in_one_process(dataset: Dataset, settings: dict[str, Any], **what: Any) -> Iterator[Any]:
+def _in_one_process(dataset: Dataset[Any], settings: dict[str, Any], **what: Any) -> Iterator[Any]:
     changed = {
         "num_workers": min(1, settings["num_workers"]),
         "worker_init_fn": WorkerInit(settings["worker_init_fn"]),

@@ -49,7 +49,8 @@ class Cache:
         if self._first is None:  # alone it may be a probe, for which nothing shall be set aside
             self._first = list(batch)
             size = sum(part.numel() * part.element_size() for part in batch)
-            return size * self.num_data <= self.max_bytes * max(1, len(batch[0]))
+            fits: bool = size * self.num_data <= self.max_bytes * max(1, len(batch[0]))
+            return fits
         if not self._tensors:
             self._tensors = [part.new_empty(self.num_data, *part.shape[1:]) for part in self._first]
             self._put(self._first)
@@ -99,7 +100,7 @@ class FixedOrderData:
 
     def __init__(
         self,
-        loader: DataLoader | Sequence[Any],
+        loader: DataLoader[Any] | Sequence[Any],
         *,
         device: torch.device,
         dict_key_x: str = "input_ids",
@@ -175,7 +176,8 @@ class FixedOrderData:
         self, compute: Callable[[Inputs, Tensor], tuple[Tensor, ...]], *, skip: int = 0
     ) -> Iterator[tuple[Tensor, ...]]:  # (b, …) each
         """What is computed, without gradients, of each batch in order, but for the first `skip`. Several processes take
-        turns, and after each round all have all of it."""
+        turns, and after each round all have all of it.
+        """
         compute, K = torch.no_grad()(compute), parallel.num_processes()
         if K == 1:
             yield from (compute(x, y) for x, y in islice(self.batches(), skip, None))
@@ -231,7 +233,8 @@ class FixedOrderData:
     @cached_property
     def findings(self) -> Findings:
         """What reading the first batch a few times says about the data. Plain tensors, and batches that are in memory,
-        need not be read."""
+        need not be read.
+        """
         batches = self._opened
         if not isinstance(batches, FixedBatches) or (batches.source is not None and batches.source.tensors is not None):
             return Findings()

@@ -9,12 +9,12 @@ from __future__ import annotations
 import random
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -36,6 +36,7 @@ from torch.utils.data import (
 )
 
 Inputs = Any  # a tensor, or a mapping of tensors and other things
+Batches = TypeVar("Batches", bound=Sized)
 
 
 def slice_rows(x: Inputs, part: slice | Tensor, num_rows: int) -> Inputs:
@@ -159,7 +160,8 @@ class Wraps:
 @dataclass(frozen=True)
 class WorkerInit:
     """The user's `worker_init_fn`, to which `get_worker_info().dataset` is the user's own dataset: it may open files
-    there, or choose a part of the data."""
+    there, or choose a part of the data.
+    """
 
     function: Callable[[int], None] | None
 
@@ -171,7 +173,7 @@ class WorkerInit:
             self.function(worker_id)
 
 
-class FrozenReader(Wraps, Dataset):
+class FrozenReader(Wraps, Dataset[Any]):
     """Batches of a map-style dataset, read and collated with frozen random numbers.
 
     Args:
@@ -287,9 +289,10 @@ class MapStyle:
             dataset, indices = dataset.dataset, torch.as_tensor(dataset.indices)
         return TensorsAtOnce(dataset.tensors, indices) if type(dataset) is TensorDataset else None
 
-    def read(self, batches: Any) -> DataLoader:
+    def read(self, batches: Any) -> DataLoader[Any]:
         """A loader of these batches, with frozen random numbers. Tensors are indexed by a whole batch: datum by datum
-        took as long as a third of the forward pass of a small network."""
+        took as long as a third of the forward pass of a small network.
+        """
         init = WorkerInit(self.settings.get("worker_init_fn"))
         settings = self.settings | {"collate_fn": as_it_is, "worker_init_fn": init}
         reader = self.tensors or FrozenReader(self.dataset, self.settings["collate_fn"])
@@ -315,7 +318,7 @@ class FixedBatches:
             return iter(self.iterable)
 
 
-def in_fixed_order(loader: DataLoader | Sequence[Any]) -> FixedBatches | Sequence[Any]:
+def in_fixed_order(loader: DataLoader[Any] | Sequence[Any]) -> FixedBatches | Sequence[Any]:
     """The batches of a loader, the same on every sweep.
 
     Args:
@@ -337,7 +340,7 @@ def in_fixed_order(loader: DataLoader | Sequence[Any]) -> FixedBatches | Sequenc
     return _nonempty(FixedBatches(source.read(source.batches), len(source.batches), source))
 
 
-def _stream(loader: DataLoader) -> FixedBatches:
+def _stream(loader: DataLoader[Any]) -> FixedBatches:
     """Data that only come in order: an IterableDataset, or a loader with an `__iter__` of its own."""
     can_rebuild = type(loader) is DataLoader and not isinstance(loader.dataset, IterDataPipe)
     if loader.drop_last:
@@ -353,7 +356,7 @@ def _stream(loader: DataLoader) -> FixedBatches:
     return _nonempty(FixedBatches(loader, length))
 
 
-def map_style(loader: DataLoader) -> MapStyle:
+def map_style(loader: DataLoader[Any]) -> MapStyle:
     batched, settings = loader.batch_sampler, loader_settings(loader)
     if batched is None:
         return MapStyle(loader.dataset, settings, _indices(loader, loader.sampler), is_batched=False)
@@ -367,9 +370,10 @@ def map_style(loader: DataLoader) -> MapStyle:
     return MapStyle(loader.dataset, settings, [list(batch) for batch in _drawn_once(loader, batched)])
 
 
-def _indices(loader: DataLoader, sampler: Any) -> Sequence[Any]:
+def _indices(loader: DataLoader[Any], sampler: Any) -> Sequence[Any]:
     """What a sampler gives. A plain permutation of the dataset or of a part of it is put in order, so that it is the
-    same in every loader."""
+    same in every loader.
+    """
     if type(sampler) is SequentialSampler:
         return range(len(sampler))
     if isinstance(sampler, SubsetRandomSampler):
@@ -383,7 +387,7 @@ def _indices(loader: DataLoader, sampler: Any) -> Sequence[Any]:
     return _drawn_once(loader, sampler)
 
 
-def _drawn_once(loader: DataLoader, sampler: Iterable[Any]) -> list[Any]:
+def _drawn_once(loader: DataLoader[Any], sampler: Iterable[Any]) -> list[Any]:
     """What other samplers give, from a fixed seed or a generator of their own, which is left as it was."""
     with undisturbed(_generators(loader)):
         seed_from(SWEEP_KEY)
@@ -397,7 +401,7 @@ def _generators(loader: Any) -> list[torch.Generator]:
     return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
 
-def loader_settings(loader: DataLoader) -> dict[str, Any]:
+def loader_settings(loader: DataLoader[Any]) -> dict[str, Any]:
     """Workers do not persist: each loader made here is for one purpose, and a sweep starts from their seeds."""
     return dict(
         num_workers=loader.num_workers,
@@ -410,7 +414,7 @@ def loader_settings(loader: DataLoader) -> dict[str, Any]:
     )
 
 
-class TensorsAtOnce(Dataset):
+class TensorsAtOnce(Dataset[Any]):
     """The items of a TensorDataset, or of a part of one, a batch at a time."""
 
     def __init__(self, tensors: Sequence[Tensor], indices: Tensor | None) -> None:
@@ -432,7 +436,7 @@ def _length_of(data: Any) -> int | None:
         return None
 
 
-def _nonempty(batches: Any) -> Any:
+def _nonempty(batches: Batches) -> Batches:
     if len(batches) == 0:
         raise ValueError("The training data must hold at least one batch; got an empty loader. Try other data.")
     return batches

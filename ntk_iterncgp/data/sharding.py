@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from ntk_iterncgp.data.order import MapStyle, loader_settings, map_style, slice_rows
 
 
-def shard_of(loader: DataLoader | Sequence[Any], shard: tuple[int, int]) -> Any:
+def shard_of(loader: DataLoader[Any] | Sequence[Any], shard: tuple[int, int]) -> Any:
     """One part of the training data.
 
     Args:
@@ -54,7 +54,7 @@ def checked_shard(shard: Any) -> tuple[int, int]:
     return shard[0], shard[1]
 
 
-def _part_of(loader: DataLoader, source: MapStyle, part: slice) -> DataLoader:
+def _part_of(loader: DataLoader[Any], source: MapStyle, part: slice) -> DataLoader[Any]:
     settings = loader_settings(loader)
     if not source.is_batched:
         return DataLoader(loader.dataset, batch_size=None, sampler=list(source.batches)[part], **settings)

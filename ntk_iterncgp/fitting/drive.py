@@ -207,6 +207,7 @@ class _Driver(Generic[S]):
 
     def _loop(self, interrupt: Interrupt) -> Status:
         trajectory, run = self.trajectory, self.run
+        status: Status
         steps = run.steps(trajectory.state)
         self.bar.show(run.stage(trajectory.state))
         with closing(steps):
@@ -290,7 +291,8 @@ class Interrupt:
 @contextmanager
 def interruptible() -> Iterator[Interrupt]:
     """While open, Ctrl-C sets a flag. Signals belong to the main thread: elsewhere nothing changes, nor where Ctrl-C is
-    ignored or handled by something other than Python."""
+    ignored or handled by something other than Python.
+    """
     interrupt = Interrupt()
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None):

@@ -130,7 +130,8 @@ GROUP_SHARE, MAX_GROUPS = 0.01, 4  # what is computed anew: groups with at most 
 @dataclass
 class Findings:
     """What is wrong, each the end of a sentence; which actions of each pass to sweep again, and whether small matrices
-    are to be computed again; some inputs; and whether anything was mended before."""
+    are to be computed again; some inputs; and whether anything was mended before.
+    """
 
     told: list[str] = field(default_factory=list)
     stale: list[Tensor] = field(default_factory=list)  # (q·B,) each
@@ -148,7 +149,8 @@ def checked_passes(
     visit: bool = True,
 ) -> Findings:
     """Check the passes, sweep again what is not as it should be, in place. `visit=False` leaves the data alone: enough
-    to see, before more is made of the sums, that they are what was summed."""
+    to see, before more is made of the sums, that they are what was summed.
+    """
     found = _problems(clusters, curvature_trace, network, settings, visit)
     swept_again = any(bool(stale.any()) for stale in found.stale)
     if found.told and (swept_again or found.stale_blocks):
@@ -375,7 +377,8 @@ def _contrasts(outputs: Tensor) -> Tensor | None:  # (b, C) -> (C, r)
     if C <= MAX_CHECKED_OUTPUTS:
         return None
     drawn = torch.randn(C, MAX_CHECKED_OUTPUTS, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    return torch.linalg.qr(drawn).Q.to(outputs.device)
+    orthonormal: Tensor = torch.linalg.qr(drawn).Q.to(outputs.device)
+    return orthonormal
 
 
 def each_rows(network: LinearisedNetwork, visited: list[Inputs]) -> Iterator[Rows]:

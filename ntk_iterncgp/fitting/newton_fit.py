@@ -147,7 +147,8 @@ def _epochs(num_products: int) -> float:
 
 def _loss(state: State, classification: bool, refined: bool) -> float:
     """−log p(y | f) for unit noise without constants. A refined regression has none beside bᵀ(K + W⁺)⁻¹b, which depends
-    on the prior."""
+    on the prior.
+    """
     if classification:
         return -state.problem.log_prob(state.latent)
     return 0.0 if refined else 0.5 * float((state.latent - state.problem.targets).square().sum())
@@ -220,6 +221,6 @@ def _right_hand_side(posterior: WeightPosterior, state: State, network: Linearis
     """M w, with the very M by which predictions will divide, so that their mean is Newton's point."""
     factor = posterior.factor(network.prior_precision, network.noise_scale)
     w = state.iterate.coefficients / factor.scale
-    product = factor.lower @ (factor.lower.T @ w) / factor.scale
+    product: Tensor = factor.lower @ (factor.lower.T @ w) / factor.scale
     # The solver has tempered the prior instead of the likelihood: its M is smaller by T.
     return product / network.noise_scale.double() if network.classification else product

@@ -209,7 +209,8 @@ def _small_matrices(state: State, variance: Tensor, generator: torch.Generator) 
 
 def _noise(state: State, block: Tensor) -> Tensor:  # (n, k)
     """W⁺V for V in its range: by the diagonal where there is one, since what rounding has put outside of the range
-    would be multiplied by the largest noise of a datum."""
+    would be multiplied by the largest noise of a datum.
+    """
     if state.noise_diagonal is None:
         return state.problem.noise(state.latent, block)
     return state.noise_diagonal.reshape(-1, 1) * block
@@ -281,7 +282,8 @@ def _some_data(prior: Prior, generator: torch.Generator) -> Tensor:
     number = prior.checked_data(max(MIN_DATA, -(-ROWS // prior.num_outputs)))
     if prior.num_data <= number:
         return torch.arange(prior.num_data, device=prior.device)
-    return torch.randint(prior.num_data, (number,), generator=generator).unique().to(prior.device)
+    drawn: Tensor = torch.randint(prior.num_data, (number,), generator=generator).unique()
+    return drawn.to(prior.device)
 
 
 def _point_of(state: State) -> Iterate:

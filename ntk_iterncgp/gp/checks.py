@@ -93,36 +93,36 @@ def checked_inputs(
     Returns:
         The inputs as a tensor of finite numbers.
     """
-    X = as_tensor(X, name, device)
+    x: Tensor = as_tensor(X, name, device)
     if dtype is not None:
-        X = X.to(dtype)
-    if X.ndim != 2:
+        x = x.to(dtype)
+    if x.ndim != 2:
         raise ValueError(
-            f"`{name}` must have the shape (N, d), one row for each input; got {tuple(X.shape)}. Try to reshape it, "
+            f"`{name}` must have the shape (N, d), one row for each input; got {tuple(x.shape)}. Try to reshape it, "
             f"for instance to {name}[:, None] for one-dimensional inputs."
         )
-    if X.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"`{name}` must be float32 or float64; got {X.dtype}. Try {name}.float(), or set dtype.")
-    if X.numel() == 0 and not (trained is not None and X.shape[0] == 0):
-        raise ValueError(f"`{name}` must hold at least one input of at least one dimension; got {tuple(X.shape)}.")
-    if not bool(torch.isfinite(X).all()):
-        bad = int((~torch.isfinite(X)).any(1).sum())
+    if x.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"`{name}` must be float32 or float64; got {x.dtype}. Try {name}.float(), or set dtype.")
+    if x.numel() == 0 and not (trained is not None and x.shape[0] == 0):
+        raise ValueError(f"`{name}` must hold at least one input of at least one dimension; got {tuple(x.shape)}.")
+    if not bool(torch.isfinite(x).all()):
+        bad = int((~torch.isfinite(x)).any(1).sum())
         raise ValueError(f"`{name}` must be finite; got NaN or infinity in {bad} of its rows. Try to remove them.")
-    largest, limit = float(X.detach().abs().max()) if X.numel() else 0.0, 1e-2 * torch.finfo(X.dtype).max ** 0.5
+    largest, limit = float(x.detach().abs().max()) if x.numel() else 0.0, 1e-2 * torch.finfo(x.dtype).max ** 0.5
     if largest > limit:  # squares of distances are summed
         raise ValueError(
-            f"`{name}` must hold numbers of at most {limit:.0e} in {X.dtype}; got {largest:.0e}. Try to scale them."
+            f"`{name}` must hold numbers of at most {limit:.0e} in {x.dtype}; got {largest:.0e}. Try to scale them."
         )
     if trained is None:
-        return X
-    if X.shape[1] != trained.shape[1]:
-        raise ValueError(f"`{name}` must have {trained.shape[1]} columns, as the training inputs; got {X.shape[1]}.")
-    if X.dtype != trained.dtype or X.device != trained.device:
+        return x
+    if x.shape[1] != trained.shape[1]:
+        raise ValueError(f"`{name}` must have {trained.shape[1]} columns, as the training inputs; got {x.shape[1]}.")
+    if x.dtype != trained.dtype or x.device != trained.device:
         raise TypeError(
-            f"`{name}` must be {trained.dtype} on {trained.device}, as the training inputs; got {X.dtype} on "
-            f"{X.device}. Try to convert it, or set dtype and device when making the GP."
+            f"`{name}` must be {trained.dtype} on {trained.device}, as the training inputs; got {x.dtype} on "
+            f"{x.device}. Try to convert it, or set dtype and device when making the GP."
         )
-    return X
+    return x
 
 
 def checked_targets(y: Any, inputs: Tensor, likelihood: Likelihood) -> Tensor:

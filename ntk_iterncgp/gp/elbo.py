@@ -124,6 +124,7 @@ def _cholesky(matrix: Tensor) -> Tensor:
     """The Cholesky factor; of a matrix that is not positive definite in rounding, with as much noise as it takes."""
     size, jitter = float(matrix.detach().diagonal().mean()), 0.0
     eye = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+    lower: Tensor
     while True:
         lower, info = torch.linalg.cholesky_ex(matrix + jitter * size * eye)
         if int(info) == 0 or not jitter < 1:
@@ -147,7 +148,7 @@ def _expected_log_prob(
     rows = images.rows(data)  # (rows, C, B)
     mean = prior.mean[data] + (rows @ w)[..., 0]
     half = torch.linalg.solve_triangular(lower, rows.flatten(0, 1).T, upper=False).T.unflatten(0, rows.shape[:2])
-    covariance = prior.blocks_of(prior.inputs[data]) - half @ half.mT
+    covariance: Tensor = prior.blocks_of(prior.inputs[data]) - half @ half.mT
     likelihood, targets = state.problem.likelihood.on(data), state.problem.targets[data]
     if noise is not None:
         squares = (targets - mean).square() + covariance.diagonal(dim1=1, dim2=2)

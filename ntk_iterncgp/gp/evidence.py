@@ -52,7 +52,7 @@ class ExactEvidence:
         kernels, likelihood = with_values(self.kernels, self.likelihood, values)
         mean = values.get(MEAN, self.mean)
         prior = GramPrior(kernels, self.inputs, mean, chunk_bytes=self.chunk_bytes)
-        state = exact_state(Problem(prior, likelihood, self.targets), written_out(prior), self.weights)
+        state: ExactState = exact_state(Problem(prior, likelihood, self.targets), written_out(prior), self.weights)
         steps = exact_newton(state)
         while True:
             try:

@@ -173,7 +173,8 @@ def maximise_elbo(
         """Fit at the current values, and enter it in the history."""
         nonlocal best, interrupted
         fitted = fit(*with_values(kernels, likelihood, search.values))
-        elbo, state = fitted.posterior_.elbo(), fitted.posterior_.state
+        elbo = fitted.posterior_.elbo()
+        state: State = fitted.posterior_.state
         search.enter(elbo, state.num_products)
         if best is None or elbo > best[1]:
             best = fitted, elbo

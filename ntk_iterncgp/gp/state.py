@@ -118,7 +118,8 @@ def from_state_dict(
         gp._take(trajectory)
     except SelfCheckError as error:
         raise ValueError(f"it does not agree with its kernel and its data: {error}") from error
-    return gp
+    fitted: G = gp
+    return fitted
 
 
 def save(gp: Any, path: str | Path) -> None:

@@ -38,7 +38,8 @@ class NetworkJacobian(ABC):
     @abstractmethod
     def rows(self, x: Inputs, num_rows: int, contrasts: Contrasts | None = None) -> Rows:
         """The network at each input of a batch, with the rows J(x), or HᵀJ(x) for contrasts H of its outputs: the same
-        for all, each input its own, or made of the outputs. Differentiable in x, at given contrasts."""
+        for all, each input its own, or made of the outputs. Differentiable in x, at given contrasts.
+        """
 
     @abstractmethod
     def prepare(self, x: Inputs, num_rows: int) -> None:

@@ -40,7 +40,8 @@ class Block(ABC):
     @abstractmethod
     def formed(self, space: Tensor) -> Block:
         """Itself, ready for several products that are better done with the rows written out: in `space`, a vector of
-        at least `size` numbers that the next block may overwrite."""
+        at least `size` numbers that the next block may overwrite.
+        """
 
     @property
     def size(self) -> int:
@@ -130,7 +131,7 @@ class Outer(Block):
         return self
 
     def times(self, weights: Tensor) -> Tensor:
-        per_output = self.inputs @ weights.unflatten(0, (self.cotangents.shape[2], -1))  # (O, b, k)
+        per_output: Tensor = self.inputs @ weights.unflatten(0, (self.cotangents.shape[2], -1))  # (O, b, k)
         return self.cotangents @ per_output.transpose(0, 1)
 
     def pull_back(self, cotangent: Tensor) -> Tensor:
@@ -184,7 +185,7 @@ class Contraction(Block):
         if T * k >= C * (T + k):  # multiplications, over O·K: first those by the columns, or first Σ_t
             return self.matrix @ weights
         columns = weights.unflatten(0, (channels, -1)).transpose(1, 2).flatten(0, 1)  # (O·k, K)
-        passed = (columns @ self.inputs()).unflatten(1, (channels, k)).transpose(2, 3)  # (b, O, T, k)
+        passed: Tensor = (columns @ self.inputs()).unflatten(1, (channels, k)).transpose(2, 3)  # (b, O, T, k)
         return self.cotangents.flatten(2) @ passed.flatten(1, 2)
 
     def pull_back(self, cotangent: Tensor) -> Tensor:
@@ -200,7 +201,8 @@ class Contraction(Block):
 
 class Convolution(Contraction):
     """Σ_t g u of a convolution at many places: the derivative by the weights of a convolution with a group for each
-    datum. On a CPU it takes an eighth of the time of patches and their products where a ResNet-20 begins."""
+    datum. On a CPU it takes an eighth of the time of patches and their products where a ResNet-20 begins.
+    """
 
     def __init__(self, cotangents: Tensor, layer: nn.Conv2d, inputs: Tensor, out: torch.Size) -> None:
         super().__init__(cotangents, partial(patches, layer, inputs), layer.weight[0].numel())
@@ -214,7 +216,7 @@ class Convolution(Contraction):
     @property
     def matrix(self) -> Tensor:
         (b, C, channels, _), layer = self.cotangents.shape, self._layer
-        rows = conv2d_weight(
+        rows: Tensor = conv2d_weight(
             self._images.reshape(1, -1, *self._images.shape[2:]),
             torch.Size((b * C * channels, *layer.weight.shape[1:])),
             self.cotangents.reshape(1, -1, *self._out),

@@ -36,7 +36,8 @@ class LastLayerJacobian(NetworkJacobian):
 
     def vjp_each(self, x: Inputs, cotangents: Tensor) -> Tensor:
         each = torch.einsum("bd,bck->cdbk", self.extended(x), cotangents.to(self.dtype)).flatten(2)
-        return self.flat(each).T.unflatten(0, (len(x), cotangents.shape[2]))
+        rows: Tensor = self.flat(each).T.unflatten(0, (len(x), cotangents.shape[2]))
+        return rows
 
     def jvp(self, x: Inputs, tangents: Tensor) -> Tensor:
         return torch.einsum("bd,cdk->bck", self.extended(x), self.matrix(tangents.to(self.dtype)))
@@ -77,7 +78,8 @@ class LastLayerRows(Rows):
     def written_out(self) -> Tensor:
         contrasts = contrasts_at(self._contrasts, self.outputs).double().expand(len(self._features), -1, -1)
         each = torch.einsum("bd,bcr->cdbr", self._features.double(), contrasts).flatten(2)  # (C, D′, b·r)
-        return self._jacobian.flat(each).T.unflatten(0, (len(self._features), -1))
+        rows: Tensor = self._jacobian.flat(each).T.unflatten(0, (len(self._features), -1))
+        return rows
 
     def in_dtype(self, dtype: torch.dtype) -> Rows:
         same = copy(self)

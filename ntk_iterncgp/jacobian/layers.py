@@ -111,7 +111,8 @@ class LayerRows(Rows):
         return (block.formed(space) for block in self.blocks)
 
     def _split(self, weights: Tensor) -> tuple[Tensor, ...]:
-        return weights.to(self.outputs.dtype).split(self.sizes)
+        parts: tuple[Tensor, ...] = weights.to(self.outputs.dtype).split(self.sizes)
+        return parts
 
 
 def layers_of(model: nn.Module, chosen: Mapping[str, Tensor]) -> dict[str, tuple[str, str]] | None:
@@ -137,7 +138,8 @@ def _is_plain(layer: nn.Module | None, place: str) -> bool:
 
 def aliases_of(model: nn.Module, chosen: Mapping[str, Tensor]) -> dict[str, list[str]]:
     """All places where each parameter is used. Tied weights have several; a module used twice counts once, since
-    exchanging its parameter twice would leave the exchanged one behind."""
+    exchanging its parameter twice would leave the exchanged one behind.
+    """
     places: dict[int, list[str]] = {}
     for prefix, module in model.named_modules():
         for name, value in module.named_parameters(prefix, recurse=False):

@@ -43,7 +43,8 @@ class Rows(ABC):
 
     def by_layer(self, weights: Tensor, sizes: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor]]:
         """For each parameter tensor: J_l V_l (b, C, k) and J_l J_lᵀ (b, C, C), in the dtype of the weights. Here from
-        all rows, with zeros."""
+        all rows, with zeros.
+        """
         start = 0
         for size in sizes:
             only = torch.zeros(len(weights), dtype=torch.float64, device=weights.device)

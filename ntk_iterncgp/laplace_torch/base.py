@@ -279,7 +279,8 @@ class IterNCGPLaplace(Calibrating, Detecting, FittedNetwork):
 
     def _whole_moments(self, x: Inputs, contrasts: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Both from all rows; or, for contrasts H (C, r), the covariance (b, r, r) of Hᵀf, and the mean up to what is
-        the same for all outputs."""
+        the same for all outputs.
+        """
         posterior = self._posterior_now()
 
         def moments(rows: Rows) -> tuple[Tensor, Tensor]:
@@ -292,7 +293,8 @@ class IterNCGPLaplace(Calibrating, Detecting, FittedNetwork):
 
     def _takes_few(self, contrasts: int | str) -> bool:
         """Whether fewer contrasts than all are asked for: not where the mean moves with the weights, which takes all
-        rows, nor by "auto" where all cost next to nothing or no shape was learnt."""
+        rows, nor by "auto" where all cost next to nothing or no shape was learnt.
+        """
         C = self.n_outputs
         if self.likelihood != Likelihood.CLASSIFICATION or C <= 2 or self.settings.mean == "refined":
             return False
@@ -420,7 +422,8 @@ class IterNCGPLaplace(Calibrating, Detecting, FittedNetwork):
     def _misfit(self) -> Tensor:
         """What the evidence charges the mean: the prior's penalty of the weights; or, where the mean moves with the
         prior, bᵀ(K + W⁺)⁻¹b in the span of the actions. At a classifier's mode the penalty is the same number less
-        ∇ᵀW⁺∇, which may be of any size where data are decided."""
+        ∇ᵀW⁺∇, which may be of any size where data are decided.
+        """
         if self.settings.mean == "network" or not follows_prior(self):
             return self.scatter
         right_hand_side = self.posterior.right_hand_side_for(self.prior_mean)[:, None]
@@ -465,7 +468,7 @@ class IterNCGPLaplace(Calibrating, Detecting, FittedNetwork):
         lr: float = 1e-1,
         init_prior_prec: float | Tensor = 1.0,
         prior_structure: str = "layerwise",
-        val_loader: DataLoader | None = None,
+        val_loader: DataLoader[Any] | None = None,
         loss: Any = None,
         log_prior_prec_min: float = -4,
         log_prior_prec_max: float = 4,
@@ -541,7 +544,7 @@ class IterNCGPLaplace(Calibrating, Detecting, FittedNetwork):
         from_state_dict(self, state_dict)
 
 
-def _required(loader: DataLoader | None, method: str) -> DataLoader:
+def _required(loader: DataLoader[Any] | None, method: str) -> DataLoader[Any]:
     if loader is None:
         raise ValueError(f"method={method!r} expects a val_loader with held-out data, but got none.")
     return loader

@@ -25,7 +25,7 @@ class Calibrating:
 
     output_temperature: float = 1.0
 
-    def calibrate(self, val_loader: DataLoader, *, progress_bar: bool = False) -> Calibration:
+    def calibrate(self, val_loader: DataLoader[Any], *, progress_bar: bool = False) -> Calibration:
         """Set the output temperature T and the prior precision by the NLL of held-out data, p = E softmax(f/T).
 
         Where these data cannot tell that the variance adds to temperature scaling, this is temperature scaling, with a

@@ -137,7 +137,7 @@ def _damaged(name: str, found: object) -> ValueError:
     )
 
 
-def rows_at(la: IterNCGPLaplace, x: Inputs | DataLoader) -> Iterator[Rows]:
+def rows_at(la: IterNCGPLaplace, x: Inputs | DataLoader[Any]) -> Iterator[Rows]:
     """Rows in parts that fit in `chunk_bytes`: one contrast of a classifier, all outputs of a regression."""
     contrasts = against_rest if la.likelihood == Likelihood.CLASSIFICATION else None
     la._refresh_posterior()
@@ -148,7 +148,7 @@ def rows_at(la: IterNCGPLaplace, x: Inputs | DataLoader) -> Iterator[Rows]:
 
 
 def parts_at(
-    la: IterNCGPLaplace, posterior: WeightPosterior, x: Inputs | DataLoader, *, layerwise: bool = False
+    la: IterNCGPLaplace, posterior: WeightPosterior, x: Inputs | DataLoader[Any], *, layerwise: bool = False
 ) -> Iterator[ValidationPart]:
     """The small matrices of these rows; no row is held longer."""
     dtype = posterior.images.dtype if la.likelihood == Likelihood.CLASSIFICATION else torch.float64
@@ -158,7 +158,7 @@ def parts_at(
         yield ValidationPart.of(rows, posterior, shift, none, layerwise=layerwise, dtype=dtype)
 
 
-def batches_of(x: Inputs | DataLoader) -> Iterator[Inputs]:
+def batches_of(x: Inputs | DataLoader[Any]) -> Iterator[Inputs]:
     """One batch of inputs, or those of a loader: of pairs (x, y), of inputs alone, or mappings."""
     if isinstance(x, (Tensor, Mapping)):
         yield x
@@ -169,7 +169,7 @@ def batches_of(x: Inputs | DataLoader) -> Iterator[Inputs]:
         yield batch[0] if isinstance(batch, (tuple, list)) else batch
 
 
-def make_detector(la: IterNCGPLaplace, x: Inputs | DataLoader, score: str | Sequence[str], z: float) -> Detector:
+def make_detector(la: IterNCGPLaplace, x: Inputs | DataLoader[Any], score: str | Sequence[str], z: float) -> Detector:
     """One pass over familiar inputs: the precision by the median rule, and their scores to rank others among."""
     names = _names(la, score)
     if not (isinstance(z, (int, float)) and 0 < z < float("inf")):
@@ -216,12 +216,12 @@ class Detecting:
     _detector: Detector | None = None
     posterior: WeightPosterior
 
-    def _network(self, loader: DataLoader, *, is_known: bool = False) -> Any:
+    def _network(self, loader: DataLoader[Any], *, is_known: bool = False) -> Any:
         noted(self, loader)
         return super()._network(loader, is_known=is_known)  # type: ignore[misc]
 
     def detector(
-        self, x: Inputs | DataLoader | None = None, *, score: str | Sequence[str] = "auto", z: float = 1.75
+        self, x: Inputs | DataLoader[Any] | None = None, *, score: str | Sequence[str] = "auto", z: float = 1.75
     ) -> Detector:
         """Make a detector of unfamiliar inputs, from familiar ones without labels; or return the one that is there.
 
@@ -253,7 +253,7 @@ class Detecting:
         assert self._detector is not None
         return self._detector
 
-    def convergence(self, x: Inputs | DataLoader, *, prior_precision: float | Tensor | None = None) -> Convergence:
+    def convergence(self, x: Inputs | DataLoader[Any], *, prior_precision: float | Tensor | None = None) -> Convergence:
         """Estimate how much the variance at some inputs would still fall with twice the actions.
 
         Of a classifier it is the variance of the likeliest class against the rest, of a regression that of all outputs;

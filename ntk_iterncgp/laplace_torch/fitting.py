@@ -141,9 +141,10 @@ class FittedNetwork(BaseFunctionalLaplace):
     # --- where J comes from ------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _open(self, loader: DataLoader, *, is_known: bool) -> tuple[NetworkJacobian, FixedOrderData, FirstBatch]:
+    def _open(self, loader: DataLoader[Any], *, is_known: bool) -> tuple[NetworkJacobian, FixedOrderData, FirstBatch]:
         """The Jacobian, the training data as it takes them, and the first batch of these; of a model that is known from
-        an earlier fit, some data of it."""
+        an earlier fit, some data of it.
+        """
 
     @abstractmethod
     def _jacobian_at(self, x: Inputs) -> tuple[NetworkJacobian, Inputs]:
@@ -162,7 +163,7 @@ class FittedNetwork(BaseFunctionalLaplace):
     @parallel.together()
     def fit(
         self,
-        train_loader: DataLoader,
+        train_loader: DataLoader[Any],
         override: bool = True,
         progress_bar: bool = False,
         *,
@@ -192,7 +193,9 @@ class FittedNetwork(BaseFunctionalLaplace):
             self._shard = shard
 
     @parallel.together()
-    def update(self, loader: DataLoader, *, progress_bar: bool = False, checkpoint: Checkpoint | None = None) -> None:
+    def update(
+        self, loader: DataLoader[Any], *, progress_bar: bool = False, checkpoint: Checkpoint | None = None
+    ) -> None:
         """Condition on more data, without the old ones, at the cost of a fit to the new data alone.
 
         At fixed weights posteriors of disjoint data add up: with A = [A₁ A₂] and R = diag(R₁, R₂) the variance falls at
@@ -264,7 +267,7 @@ class FittedNetwork(BaseFunctionalLaplace):
     @parallel.together()
     def refine(
         self,
-        train_loader: DataLoader,
+        train_loader: DataLoader[Any],
         *,
         epochs: float | None = None,
         seconds: float | None = None,
@@ -298,12 +301,12 @@ class FittedNetwork(BaseFunctionalLaplace):
             result = refine(fitted, network, self.settings, budget, progress_bar=progress_bar, session=session)
             self._take(self._with_reference(result, network))
 
-    def estimate_cost(self, train_loader: DataLoader) -> Cost:
+    def estimate_cost(self, train_loader: DataLoader[Any]) -> Cost:
         """Seconds, epochs and memory of a fit and of predictions, from timing one batch; prints as a table."""
         with exclusively(self.model), evaluating(self.model):
             return estimate_cost(self._network(train_loader), self.settings, timed=True)
 
-    def _network(self, loader: DataLoader, *, is_known: bool = False) -> LinearisedNetwork:
+    def _network(self, loader: DataLoader[Any], *, is_known: bool = False) -> LinearisedNetwork:
         if torch.is_inference_mode_enabled():
             raise RuntimeError(
                 "A fit must run outside of torch.inference_mode(), where there are no derivatives; got a call inside. "

@@ -32,7 +32,7 @@ class IterNCGPAllLaplace(CheckedHyperparameters, IterNCGPLaplace):
     _key = ("all", "iterncgp")
     _jacobian: Jacobian | None = None
 
-    def _open(self, loader: DataLoader, *, is_known: bool) -> tuple[NetworkJacobian, FixedOrderData, FirstBatch]:
+    def _open(self, loader: DataLoader[Any], *, is_known: bool) -> tuple[NetworkJacobian, FixedOrderData, FirstBatch]:
         data = FixedOrderData(loader, device=self._device, dict_key_x=self.dict_key_x, dict_key_y=self.dict_key_y)
         probe = Probe(self.model, data, is_known=is_known)
         jacobian, outputs = self._in_dtype(probe.inputs, data.num_items)
@@ -168,7 +168,7 @@ class IterNCGPLastLayerLaplace(CheckedHyperparameters, IterNCGPLaplace):
         self.n_params, self.n_layers = sum(p.numel() for p in self.params), len(self.params)
         self.prior_precision, self.prior_mean = self.prior_precision, self.prior_mean  # now their sizes too
 
-    def _open(self, loader: DataLoader, *, is_known: bool) -> tuple[NetworkJacobian, FixedOrderData, FirstBatch]:
+    def _open(self, loader: DataLoader[Any], *, is_known: bool) -> tuple[NetworkJacobian, FixedOrderData, FirstBatch]:
         data = FixedOrderData(loader, device=self._device, dict_key_x=self.dict_key_x, dict_key_y=self.dict_key_y)
         if self.extractor.last_layer is None:
             with torch.no_grad():

@@ -41,7 +41,7 @@ class GivenMoments(NamedTuple):
 
 def search_grid(
     la: IterNCGPLaplace,
-    loader: DataLoader,
+    loader: DataLoader[Any],
     grid: Tensor,
     *,
     loss: Any,
@@ -94,7 +94,7 @@ def search_grid(
 
 def descend(
     la: IterNCGPLaplace,
-    loader: DataLoader,
+    loader: DataLoader[Any],
     start: Tensor,
     *,
     tune_temperature: bool,
@@ -135,7 +135,7 @@ def descend(
 
 def pass_once(
     la: IterNCGPLaplace,
-    loader: DataLoader,
+    loader: DataLoader[Any],
     progress_bar: bool,
     *,
     layerwise: bool = False,

@@ -93,7 +93,8 @@ def check_new_data(la: FittedNetwork, found: NetworkFit) -> None:
 
 def update_settings(la: FittedNetwork, network: LinearisedNetwork) -> NetworkSettings:
     """Those of la, but without compression, which is for all actions together; and with fewer actions where the rank is
-    bounded."""
+    bounded.
+    """
     settings, max_rank, before = la.settings, la.settings.options.max_rank, 0
     if la._fitted:
         options, before = replace(settings.options, max_rank=None), la.n_data
@@ -210,7 +211,8 @@ def _report(
     own: PartialFit, new: PartialFit, posterior: WeightPosterior, information: float, seconds: float
 ) -> FitReport | None:
     """The history goes on with one line. Epochs are passes over all data: each datum counts those that it took part in.
-    None where nothing was fitted in this process."""
+    None where nothing was fitted in this process.
+    """
     reports = [part.report for part in (own, new) if part.report is not None]
     if not reports:
         return None

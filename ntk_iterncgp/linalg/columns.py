@@ -203,7 +203,8 @@ class DenseColumns(Columns):
 
     def rows(self, data: slice) -> Tensor:
         part = self.storage[: self.size, self._stored(data)]
-        return part.T.unflatten(0, (data.stop - data.start, self.num_outputs)).double()
+        rows: Tensor = part.T.unflatten(0, (data.stop - data.start, self.num_outputs)).double()
+        return rows
 
     def _stored(self, data: slice) -> slice:
         """Where the rows of some data of this process are."""

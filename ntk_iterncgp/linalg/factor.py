@@ -30,7 +30,8 @@ class Factor:
 
     def half_solve(self, block: Tensor) -> Tensor:  # (B, k)
         """H with HᵀH = VᵀM⁻¹V."""
-        return torch.linalg.solve_triangular(self.lower, self.scale[:, None] * block, upper=False)
+        half: Tensor = torch.linalg.solve_triangular(self.lower, self.scale[:, None] * block, upper=False)
+        return half
 
     def solve(self, block: Tensor) -> Tensor:  # (B, k)
         """M⁻¹V."""
@@ -39,7 +40,8 @@ class Factor:
     def root(self) -> Tensor:  # (B, B)
         """A₀ with A₀A₀ᵀ = M⁻¹."""
         eye = torch.eye(len(self.lower), dtype=self.lower.dtype, device=self.lower.device)
-        return self.scale[:, None] * torch.linalg.solve_triangular(self.lower.T, eye, upper=True)
+        inverse: Tensor = torch.linalg.solve_triangular(self.lower.T, eye, upper=True)
+        return self.scale[:, None] * inverse
 
     @property
     def log_determinant(self) -> float:
@@ -116,7 +118,8 @@ def combined_gram(gram: Tensor, sizes: list[int], combinations: list[Tensor | No
 
 def independent_columns(gram: Tensor) -> Tensor:  # (B, B) -> (B',)
     """Which columns to keep so that their Gram matrix is safely positive definite: none that is empty, and none of
-    which the squared pivot of a Cholesky factor says that it is nearly in the span of those before it."""
+    which the squared pivot of a Cholesky factor says that it is nearly in the span of those before it.
+    """
     there = (gram.diagonal() > 0).nonzero()[:, 0]
     scale = gram.diagonal()[there].rsqrt()
     scaled = gram[there][:, there] * scale[:, None] * scale

@@ -200,12 +200,14 @@ def read_tensors(path: Path, kind: str, newest: int, *, unsigned: int = 0) -> tu
 
 def _tensor(path: Path, file: Any, name: str) -> Tensor:
     """By way of numpy: safetensors 0.8 loses 64 bytes with each tensor that it makes for torch, which adds up in a
-    process that reads files for days. A clone lies where torch puts its own tensors, which decides how sums round."""
+    process that reads files for days. A clone lies where torch puts its own tensors, which decides how sums round.
+    """
     try:
         return torch.from_numpy(file.get_tensor(name)).clone()
     except TypeError:  # numpy has no bfloat16
         with safe_open(path, framework="pt") as for_torch:
-            return for_torch.get_tensor(name).clone()
+            tensor: Tensor = for_torch.get_tensor(name).clone()
+            return tensor
 
 
 def _check_digest(path: Path) -> bool:
@@ -295,7 +297,8 @@ def save_posterior(
 
 def peek_posterior(path: Path, name: str) -> tuple[dict[str, Any], Tensor | None]:
     """`about`, and one small tensor of the state or None, without reading the rest: what does not fit together is
-    refused sooner. Whether the file is whole is for `load_posterior` to say."""
+    refused sooner. Whether the file is whole is for `load_posterior` to say.
+    """
     if not path.is_file():
         raise FileError(f"There is no posterior at '{path}'; 'ntk-iterncgp fit CONFIG' makes one.")
     try:

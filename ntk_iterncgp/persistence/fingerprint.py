@@ -21,7 +21,8 @@ _PLAIN = (bool, int, float, str, Tensor)
 
 def digest_rows(*columns: Tensor) -> Tensor:  # (b, …), … -> (b,)
     """A number for each row: sums of its bits times odd numbers, modulo 2^64, hence the same in any order and on any
-    device. Any one entry that changes changes it."""
+    device. Any one entry that changes changes it.
+    """
     total = torch.zeros(len(columns[0]), dtype=torch.int64, device=columns[0].device)
     for place, column in enumerate(columns):
         flat = column.detach().reshape(len(column), -1)
@@ -42,7 +43,8 @@ def digest(tensor: Tensor) -> str:
 
 def described(value: Any) -> Any:
     """The fingerprint of an object, as JSON: plain values as they are, tensors by their digest, functions by
-    their name, other objects by their class and what plain values and tensors they hold."""
+    their name, other objects by their class and what plain values and tensors they hold.
+    """
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):

@@ -329,7 +329,7 @@ class ConditionedPosterior:
         scaled = scaled.flatten(0, 1) if joint else scaled
         z = scaled @ Q
         beside = scaled - z @ Q.mT
-        half = inside.half_solve(z.flatten(0, -2).T).T.unflatten(0, z.shape[:-1])
+        half: Tensor = inside.half_solve(z.flatten(0, -2).T).T.unflatten(0, z.shape[:-1])
         return beside @ beside.mT + half @ half.mT
 
     @cached_property
@@ -351,7 +351,8 @@ class ConditionedPosterior:
         """
         cross = rows.times(self.variance.to(groups.dtype)[:, None] * groups)  # (b, C, g)
         solved = self.factor.solve((cross @ combinations).flatten(0, 1).T).T
-        return (cross * (solved @ combinations.T).unflatten(0, cross.shape[:2])).sum(1)
+        per_input: Tensor = (solved @ combinations.T).unflatten(0, cross.shape[:2])
+        return (cross * per_input).sum(1)
 
     def sample(self, num_samples: int, generator: torch.Generator | None) -> Tensor:  # (num_samples, P)
         """Draw θ − μ: a draw ε from the prior, corrected by what the data say about it (Matheron's rule)."""

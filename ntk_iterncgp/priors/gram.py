@@ -84,7 +84,8 @@ class GramPrior(Prior):
 
     def _matrices_at(self, x: Tensor) -> list[KernelMatrix]:
         """k(x, X) for the X of this process, by the compiled formula of k(X, X) where there is one: x alone might not
-        be worth compiling."""
+        be worth compiling.
+        """
         if x is self.inputs and self.shard.is_whole:
             return self.matrices
         methods = ("fused" if m.uses_compiled_tiles else self.method for m in self.matrices)
@@ -160,7 +161,8 @@ class GramPrior(Prior):
     def _measured_error(self) -> float:
         """‖K̃ − K‖ from some of its rows, of all N with the same probability, beside the exact ones: √(N/m) times the
         norm of the part is on average no less than that of the whole. To it come the rounding of sums, and that of a
-        close pair of points, of which there may be too few to be met."""
+        close pair of points, of which there may be too few to be met.
+        """
         generator = torch.Generator().manual_seed(0)
         rows = torch.randperm(self.num_data, generator=generator)[:MEASURED_ROWS].to(self.device)
         x, error = self.inputs[rows], torch.zeros((), dtype=torch.float64, device=self.device)
@@ -222,11 +224,12 @@ class GramPrior(Prior):
 
     def _cross(self, x: Tensor, actions: DenseColumns) -> Tensor:  # (b, C, B)
         """k(x, X) S. Where k(x, X) is small it is written out once and meets the columns as they lie in memory: a
-        product with all of them would first copy S, which is most of what a run holds."""
+        product with all of them would first copy S, which is most of what a run holds.
+        """
         if len(x) * len(self._own_inputs) * x.element_size() > min(FEW_BYTES, self.chunk_bytes):
             return self._product(self._matrices_at(x), actions.matrix.unflatten(0, (-1, actions.num_outputs)))
         written_out = [kernel(x, self._own_inputs) for kernel in self.kernels]
-        columns = actions.storage[: actions.size].unflatten(1, (-1, actions.num_outputs))  # (B, N, C)
+        columns: Tensor = actions.storage[: actions.size].unflatten(1, (-1, actions.num_outputs))  # (B, N, C)
         if self.shares_kernel:
             return (written_out[0] @ columns).permute(1, 2, 0)
         return torch.stack([k @ columns[:, :, c].T for c, k in enumerate(written_out)], 1)
@@ -252,7 +255,8 @@ class GramPrior(Prior):
     def _product(self, matrices: list[KernelMatrix], per_output: Tensor) -> Tensor:  # (b, N), (N, C, B) -> (b, C, B)
         """k(x, X) S for dense actions, each output under its own kernel."""
         if self.shares_kernel:
-            return (matrices[0] @ per_output.flatten(1)).unflatten(1, per_output.shape[1:])
+            product: Tensor = (matrices[0] @ per_output.flatten(1)).unflatten(1, per_output.shape[1:])
+            return product
         return torch.stack([matrix @ per_output[:, c] for c, matrix in enumerate(matrices)], 1)
 
 

@@ -221,7 +221,8 @@ class Shard:
     @property
     def size(self) -> int:
         """Of this process."""
-        return self.mine.stop - self.mine.start
+        size: int = self.mine.stop - self.mine.start
+        return size
 
     def take(self, block: Tensor) -> Tensor:  # (rows · m, …) -> (size · m, …)
         """This process's rows of something that is there whole, with any number m of entries per row."""

@@ -20,7 +20,7 @@ from torch.backends import cuda, mha
 
 T = TypeVar("T")
 
-ATTENTION = {
+ATTENTION: dict[str, tuple[Callable[[], bool], Callable[[bool], None]]] = {
     "math": (cuda.math_sdp_enabled, cuda.enable_math_sdp),
     "flash": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
     "mem_efficient": (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
@@ -97,7 +97,8 @@ def plain_attention() -> Iterator[None]:
 
 def full_precision(device: torch.device) -> AbstractContextManager[Any]:
     """Without autocast: a variance is a difference of numbers that are nearly the same, and half of their digits, which
-    is enough for a forward pass, leaves one that is far too small."""
+    is enough for a forward pass, leaves one that is far too small.
+    """
     if not torch.amp.is_autocast_available(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)

@@ -24,4 +24,5 @@ class MutualInformation(Score):
 
 
 def _binary_entropy(p: Tensor) -> Tensor:
-    return torch.special.entr(p) + torch.special.entr(1 - p)
+    entropy: Tensor = torch.special.entr(p) + torch.special.entr(1 - p)
+    return entropy
