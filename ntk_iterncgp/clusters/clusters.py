@@ -86,15 +86,19 @@ class Pass:
 
     @property
     def num_groups(self) -> int:
+        """How many groups the pass has."""
         return len(self.images) // len(self.directions)
 
     @property
     def is_complete(self) -> bool:
+        """Whether all of its data have been swept."""
         return bool(self.swept.all())
 
     def counted(self) -> Tensor:  # (m,)
-        """Which are in the posterior. Where they come group by group, those of whole groups: an unfinished sum may say
-        more about some input than the finished one, and the variance shall only fall.
+        """Return which of the data are in the posterior.
+
+        Where they come group by group, those of whole groups: an unfinished sum may say more about some input than the
+        finished one, and the variance shall only fall.
         """
         if not self.by_group:
             return self.swept
@@ -256,9 +260,10 @@ class Clusters:
         max_epochs: float | None = None,
         combines: bool = True,
     ) -> Pass:
-        """Group the data for the next directions, so many of each. `like` gives the dtype and device of the images. If
-        `max_epochs` are not enough for all of the pass, its groups are the actions: there will be no combining them.
-        Nor if `combines` is off.
+        """Group the data for the next directions, so many of each.
+
+        `like` gives the dtype and device of the images. If `max_epochs` are not enough for all of the pass, its groups
+        are the actions: there will be no combining them. Nor if `combines` is off.
         """
         number = cotangents_each(self.likelihood, cotangents, max_epochs)
         num_actions, num_kept = num_actions * (cotangents or 1), None  # in all
@@ -361,8 +366,9 @@ class Clusters:
         return 0.5 * (gram + gram.T)
 
     def image_gram(self) -> Tensor:  # (B, B)
-        """AᵀA of the actions that are in the posterior: of the very images, as they are stored. After a further pass
-        only what is new of it is computed.
+        """AᵀA of the actions that are in the posterior: of the very images, as they are stored.
+
+        After a further pass only what is new of it is computed.
         """
         found = self._actions()
         images, complete = [part.T for part in found.images], [done.is_complete for done in self.passes]
@@ -370,8 +376,9 @@ class Clusters:
         return gram if len(found.kept) == len(gram) else gram[found.kept][:, found.kept]
 
     def rounding_gram(self) -> Tensor:  # (B, B)
-        """The squared errors of the images, over those of one number: each group's is in proportion to its own image,
-        and combinations of groups have theirs however small they are.
+        """The squared errors of the images, over those of one number.
+
+        Each group's is in proportion to its own image, and combinations of groups have theirs however small they are.
         """
         found, blocks = self._actions(), []
         for done, best in zip(self.passes, found.combinations, strict=True):
@@ -383,8 +390,10 @@ class Clusters:
         return gram
 
     def keep_all(self) -> None:
-        """Of an unfinished pass each group stays as it is: what is made of all of them later might say less about
-        some input than these do, and the variance shall only fall.
+        """Leave each group of an unfinished pass as it is.
+
+        What is made of all of them later might say less about some input than these do, and the variance shall only
+        fall.
         """
         self.passes[-1].num_kept = self.latest = None
 
@@ -424,6 +433,7 @@ class Clusters:
         return self._actions().images
 
     def group_images(self) -> Tensor:  # (P, all groups)
+        """Return the images of the groups of all passes."""
         images = [done.images for done in self.passes]
         return (images[0] if len(images) == 1 else torch.cat(images)).T
 

@@ -170,8 +170,10 @@ epochs, 61 % after two more, 71 % of CIFAR-10 for a ResNet-20."""
 
 
 def cotangents_each(likelihood: Likelihood, asked: int | None, max_epochs: float | None = None) -> int:
-    """How many directions of each datum one pass takes: as many as asked for; or one, and of a regression each output,
-    as far as the epochs go, of which q directions take (1 + 2q)/3.
+    """Return how many directions of each datum one pass takes.
+
+    As many as asked for; or else one, and of a regression one for each output as far as the epochs go, of which q
+    directions take (1 + 2q)/3.
     """
     if asked is not None or not likelihood.is_quadratic:
         return asked or 1
@@ -204,8 +206,9 @@ def along(likelihood: Likelihood, outputs: Tensor, u: Tensor) -> Tensor:  # (m, 
 
 
 def has_choice(likelihood: Likelihood, number: int, num_actions: int, num_data: int) -> bool:
-    """Whether the first pass may go where the curvature is. Not where there is an action for each datum and nothing
-    else to choose: then all data are visited.
+    """Whether the first pass may go where the curvature is.
+
+    Not where there is an action for each datum and nothing else to choose: then all data are visited.
     """
     return num_actions < num_data or (number == 1 and likelihood.curvature_rank > 1)
 
@@ -213,8 +216,10 @@ def has_choice(likelihood: Likelihood, number: int, num_actions: int, num_data: 
 def first_directions(
     likelihood: Likelihood, outputs: Tensor, number: int, num_actions: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:  # (m,), (number, m, C)
-    """Data and directions of the first pass. A datum is there as often as it has directions that are worth it, compared
-    with those of others; where several come from one forward pass, each datum that is not saturated has these.
+    """Return data and directions of the first pass.
+
+    A datum is there as often as it has directions that are worth it, compared with those of others; where several come
+    from one forward pass, each datum that is not saturated has these.
     """
     num_data = len(outputs)
     if number > 1 or likelihood.is_quadratic:
@@ -232,8 +237,10 @@ def first_directions(
 
 
 def most_curved(along: Tensor, limit: int, most: int) -> tuple[Tensor, Tensor]:  # (N, k) -> (m,), (m,)
-    """Data and numbers of their directions, those with the most curvature, in the order of the data: at most so many,
-    none that is next to nothing, and beyond `limit` none that has less than half of what the first has.
+    """Return data and numbers of their directions, those with the most curvature, in the order of the data.
+
+    At most so many, none that is next to nothing, and beyond `limit` none that has less than half of what the first
+    has.
     """
     num_data = len(along)
     ordered, order = along.T.flatten().sort(descending=True, stable=True)

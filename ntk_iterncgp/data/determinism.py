@@ -56,12 +56,16 @@ class Findings:
 
 
 class Request(NamedTuple):
+    """What a watched reader is asked for."""
+
     indices: Any  # of a batch; one index where the loader does not batch
     key: int  # of the collate_fn
     watch: bool = False
 
 
 class Reading(NamedTuple):
+    """A batch as it was read, and whether items or their collation drew random numbers."""
+
     batch: Any
     draws_items: bool
     draws_batch: bool

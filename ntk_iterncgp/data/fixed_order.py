@@ -67,6 +67,7 @@ class Cache:
 
     @property
     def is_complete(self) -> bool:
+        """Whether all data are cached."""
         return 0 < self._filled == self.num_data
 
     def as_source(self, like: MapStyle) -> tuple[FixedBatches, MapStyle]:
@@ -175,8 +176,9 @@ class FixedOrderData:
     def each_batch(
         self, compute: Callable[[Inputs, Tensor], tuple[Tensor, ...]], *, skip: int = 0
     ) -> Iterator[tuple[Tensor, ...]]:  # (b, …) each
-        """What is computed, without gradients, of each batch in order, but for the first `skip`. Several processes take
-        turns, and after each round all have all of it.
+        """Yield what is computed, without gradients, of each batch in order, but for the first `skip`.
+
+        Several processes take turns, and after each round all have all of it.
         """
         compute, K = torch.no_grad()(compute), parallel.num_processes()
         if K == 1:
@@ -232,8 +234,9 @@ class FixedOrderData:
 
     @cached_property
     def findings(self) -> Findings:
-        """What reading the first batch a few times says about the data. Plain tensors, and batches that are in memory,
-        need not be read.
+        """What reading the first batch a few times says about the data.
+
+        Plain tensors, and batches that are in memory, need not be read.
         """
         batches = self._opened
         if not isinstance(batches, FixedBatches) or (batches.source is not None and batches.source.tensors is not None):

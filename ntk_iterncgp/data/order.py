@@ -92,6 +92,7 @@ class RandomState(NamedTuple):
     own: list[Tensor]
 
     def is_that_of(self, other: RandomState) -> bool:
+        """Whether both states are the same."""
         return (
             torch.equal(self.torch, other.torch)
             and self.python == other.python
@@ -101,12 +102,14 @@ class RandomState(NamedTuple):
 
 
 def random_state(own: Sequence[torch.Generator] = ()) -> RandomState:
+    """Return the state of the global random numbers, and of generators of one's own."""
     return RandomState(
         torch.get_rng_state(), random.getstate(), np.random.get_state(), [generator.get_state() for generator in own]
     )
 
 
 def set_random_state(state: RandomState, own: Sequence[torch.Generator] = ()) -> None:
+    """Set the global random numbers, and generators of one's own, to a state of `random_state`."""
     torch.set_rng_state(state.torch)
     random.setstate(state.python)
     np.random.set_state(state.numpy)
@@ -159,8 +162,9 @@ class Wraps:
 
 @dataclass(frozen=True)
 class WorkerInit:
-    """The user's `worker_init_fn`, to which `get_worker_info().dataset` is the user's own dataset: it may open files
-    there, or choose a part of the data.
+    """The user's `worker_init_fn`, to which `get_worker_info().dataset` is the user's own dataset.
+
+    It may open files there, or choose a part of the data.
     """
 
     function: Callable[[int], None] | None
@@ -290,8 +294,10 @@ class MapStyle:
         return TensorsAtOnce(dataset.tensors, indices) if type(dataset) is TensorDataset else None
 
     def read(self, batches: Any) -> DataLoader[Any]:
-        """A loader of these batches, with frozen random numbers. Tensors are indexed by a whole batch: datum by datum
-        took as long as a third of the forward pass of a small network.
+        """Return a loader of these batches, with frozen random numbers.
+
+        Tensors are indexed by a whole batch: datum by datum took as long as a third of the forward pass of a small
+        network.
         """
         init = WorkerInit(self.settings.get("worker_init_fn"))
         settings = self.settings | {"collate_fn": as_it_is, "worker_init_fn": init}
@@ -357,6 +363,7 @@ def _stream(loader: DataLoader[Any]) -> FixedBatches:
 
 
 def map_style(loader: DataLoader[Any]) -> MapStyle:
+    """Return the dataset of a loader and its batches, drawn once."""
     batched, settings = loader.batch_sampler, loader_settings(loader)
     if batched is None:
         return MapStyle(loader.dataset, settings, _indices(loader, loader.sampler), is_batched=False)
@@ -371,8 +378,9 @@ def map_style(loader: DataLoader[Any]) -> MapStyle:
 
 
 def _indices(loader: DataLoader[Any], sampler: Any) -> Sequence[Any]:
-    """What a sampler gives. A plain permutation of the dataset or of a part of it is put in order, so that it is the
-    same in every loader.
+    """Return what a sampler gives.
+
+    A plain permutation of the dataset or of a part of it is put in order, so that it is the same in every loader.
     """
     if type(sampler) is SequentialSampler:
         return range(len(sampler))
@@ -426,6 +434,7 @@ class TensorsAtOnce(Dataset[Any]):
 
 
 def as_it_is(batch: Any) -> Any:
+    """Return the batch as it is: it is collated already."""
     return batch
 
 

@@ -140,8 +140,9 @@ PATIENCE = 0.75  # seconds that are spent on one line through times, but for wha
 
 
 class RowSeconds(NamedTuple):
-    """Of all rows of J at one input, as one of as many as are taken together: to have them, their covariance, and their
-    products with each action.
+    """Seconds for all rows of J at one input, as one of as many as are taken together.
+
+    For the rows themselves, their covariance, and their products with each action.
     """
 
     derivatives: float
@@ -150,7 +151,9 @@ class RowSeconds(NamedTuple):
 
 
 def fit_seconds(plan: Plan, network: LinearisedNetwork, rows: RowSeconds) -> float:
-    """Of a forward pass over all data, the sweep, the small matrices of the groups, the trace for the meter, and the
+    """Return the seconds of a fit.
+
+    Count a forward pass over all data, the sweep, the small matrices of the groups, the trace for the meter, and the
     rows at which the result is checked.
     """
     jacobian, processes = network.jacobian, parallel.num_processes()
@@ -184,8 +187,10 @@ def _trace_seconds(plan: Plan, backward: Callable[[int], float], rows: RowSecond
 
 
 def _check_seconds(plan: Plan, jacobian: NetworkJacobian, backward: Callable[[int], float], rows: RowSeconds) -> float:
-    """Of rows of some outputs at which the result is checked, twice: their products with weights, and the variance;
-    and of the groups that are computed anew.
+    """Return the seconds of the check of the result.
+
+    Count rows of some outputs, twice: their products with weights, and the variance; and the groups that are computed
+    anew.
     """
     share = row_epochs(plan.checked_outputs) / row_epochs(plan.num_outputs)
     at_rows = plan.checked_data * (rows.derivatives * share + rows.covariance * share**2)
@@ -211,8 +216,10 @@ def _sweep_seconds(plan: Plan, network: LinearisedNetwork, epoch: float, backwar
 
 
 def _matrix_seconds(plan: Plan, jacobian: NetworkJacobian) -> float:
-    """AᵀA of the groups, of half of them on the way, and the combinations that are kept; and what goes through all
-    images number by number.
+    """Return the seconds of the small matrices.
+
+    Count AᵀA of the groups, that of half of them on the way, and the combinations that are kept; and what goes through
+    all images number by number.
     """
     squares = 5 / 8 * plan.groups**2 + plan.groups * plan.actions * (plan.groups > plan.actions)
     part = torch.zeros(min(jacobian.num_params, SLICE_ROWS), dtype=jacobian.dtype, device=jacobian.device)
@@ -265,8 +272,10 @@ def _some(plan: Plan, size: int) -> Inputs:
 
 
 def seconds_by_size(work: Callable[[int], object], largest: int) -> Callable[[int], float]:
-    """A line through the times of the two largest sizes that were tried: from one datum on four times as many each
-    time, while all of it takes no longer than `PATIENCE`; of a slow network two after one, of a very slow one none.
+    """Fit a line through the times of the two largest sizes that were tried.
+
+    From one datum on four times as many each time, while all of it takes no longer than `PATIENCE`; of a slow network
+    two after one, of a very slow one none.
     """
     known = [(1, seconds_of(lambda: work(1)))]
     spent = 2 * known[0][1]
@@ -315,8 +324,10 @@ WORKSPACE_BYTES = 64 * 2**20 + 8 * SLICE_BYTES  # what PyTorch takes beside the 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds are those of this machine as it is now, epochs those of data that are all as decided as the first batch;
-    a budget (`max_epochs`) is not taken into account.
+    """What a fit is expected to cost.
+
+    Seconds are those of this machine as it is now, epochs those of data that are all as decided as the first batch; a
+    budget (`max_epochs`) is not taken into account.
     """
 
     num_data: int

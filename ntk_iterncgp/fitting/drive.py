@@ -290,8 +290,10 @@ class Interrupt:
 
 @contextmanager
 def interruptible() -> Iterator[Interrupt]:
-    """While open, Ctrl-C sets a flag. Signals belong to the main thread: elsewhere nothing changes, nor where Ctrl-C is
-    ignored or handled by something other than Python.
+    """Let Ctrl-C set a flag while open.
+
+    Signals belong to the main thread: elsewhere nothing changes, nor where Ctrl-C is ignored or handled by something
+    other than Python.
     """
     interrupt = Interrupt()
     in_main_thread = threading.current_thread() is threading.main_thread()

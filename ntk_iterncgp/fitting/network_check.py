@@ -129,8 +129,10 @@ GROUP_SHARE, MAX_GROUPS = 0.01, 4  # what is computed anew: groups with at most 
 
 @dataclass
 class Findings:
-    """What is wrong, each the end of a sentence; which actions of each pass to sweep again, and whether small matrices
-    are to be computed again; some inputs; and whether anything was mended before.
+    """What is wrong, each the end of a sentence, and what is to be mended.
+
+    Which actions of each pass to sweep again, and whether small matrices are to be computed again; some inputs; and
+    whether anything was mended before.
     """
 
     told: list[str] = field(default_factory=list)
@@ -148,8 +150,9 @@ def checked_passes(
     *,
     visit: bool = True,
 ) -> Findings:
-    """Check the passes, sweep again what is not as it should be, in place. `visit=False` leaves the data alone: enough
-    to see, before more is made of the sums, that they are what was summed.
+    """Check the passes, sweep again what is not as it should be, in place.
+
+    `visit=False` leaves the data alone: enough to see, before more is made of the sums, that they are what was summed.
     """
     found = _problems(clusters, curvature_trace, network, settings, visit)
     swept_again = any(bool(stale.any()) for stale in found.stale)

@@ -146,8 +146,9 @@ def _epochs(num_products: int) -> float:
 
 
 def _loss(state: State, classification: bool, refined: bool) -> float:
-    """−log p(y | f) for unit noise without constants. A refined regression has none beside bᵀ(K + W⁺)⁻¹b, which depends
-    on the prior.
+    """−log p(y | f) for unit noise without constants.
+
+    A refined regression has none beside bᵀ(K + W⁺)⁻¹b, which depends on the prior.
     """
     if classification:
         return -state.problem.log_prob(state.latent)

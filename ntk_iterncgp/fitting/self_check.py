@@ -208,8 +208,10 @@ def _small_matrices(state: State, variance: Tensor, generator: torch.Generator) 
 
 
 def _noise(state: State, block: Tensor) -> Tensor:  # (n, k)
-    """W⁺V for V in its range: by the diagonal where there is one, since what rounding has put outside of the range
-    would be multiplied by the largest noise of a datum.
+    """W⁺V for V in its range.
+
+    By the diagonal where there is one, since what rounding has put outside of the range would be multiplied by the
+    largest noise of a datum.
     """
     if state.noise_diagonal is None:
         return state.problem.noise(state.latent, block)

@@ -180,8 +180,9 @@ class Jacobian(NetworkJacobian):
     def _proven(
         self, x: Inputs, num_outputs: int, number: int, pull_back: Callable[[Tensor], Tensor]
     ) -> LayerRows | None:
-        """Rows by layers of random combinations of the outputs, if reverse mode agrees: for a thousand outputs as cheap
-        as for one, and none of them can be wrong alone.
+        """Return rows by layers of random combinations of the outputs, if reverse mode agrees.
+
+        For a thousand outputs it is as cheap as for one, and none of them can be wrong alone.
         """
         generator = torch.Generator().manual_seed(number)
         contrasts = torch.randn(num_outputs, number, generator=generator, dtype=torch.float64)
@@ -313,8 +314,10 @@ class Jacobian(NetworkJacobian):
 
 
 def derivative_dtype(num_params: int, own: torch.dtype, num_data: int | None, *, is_regression: bool) -> torch.dtype:
-    """Float64 where it costs next to nothing: small networks that regress, or that see few data. With little noise, or
-    a weak prior, a posterior variance is a small difference of large numbers. Never half precision.
+    """Return float64 where it costs next to nothing: small networks that regress, or that see few data.
+
+    With little noise, or a weak prior, a posterior variance is a small difference of large numbers. Never half
+    precision.
     """
     own = torch.promote_types(own, torch.float32)
     is_small = num_params <= SMALL_NETWORK and (is_regression or (num_data is not None and num_data <= FEW_DATA))

@@ -37,8 +37,10 @@ class NetworkJacobian(ABC):
 
     @abstractmethod
     def rows(self, x: Inputs, num_rows: int, contrasts: Contrasts | None = None) -> Rows:
-        """The network at each input of a batch, with the rows J(x), or HᵀJ(x) for contrasts H of its outputs: the same
-        for all, each input its own, or made of the outputs. Differentiable in x, at given contrasts.
+        """Return the network at each input of a batch, with the rows J(x), or HᵀJ(x) for contrasts H of its outputs.
+
+        The contrasts are the same for all inputs, each input's own, or made of the outputs. Differentiable in x, at
+        given contrasts.
         """
 
     @abstractmethod

@@ -39,8 +39,9 @@ class Block(ABC):
 
     @abstractmethod
     def formed(self, space: Tensor) -> Block:
-        """Itself, ready for several products that are better done with the rows written out: in `space`, a vector of
-        at least `size` numbers that the next block may overwrite.
+        """Return itself, ready for several products that are better done with the rows written out.
+
+        They are written to `space`, a vector of at least `size` numbers that the next block may overwrite.
         """
 
     @property
@@ -76,6 +77,8 @@ class Block(ABC):
 
 
 class WrittenOut(Block):
+    """A block that is held as the matrix of its rows."""
+
     def __init__(self, matrix: Tensor) -> None:
         self._matrix = matrix
 
@@ -200,8 +203,10 @@ class Contraction(Block):
 
 
 class Convolution(Contraction):
-    """Σ_t g u of a convolution at many places: the derivative by the weights of a convolution with a group for each
-    datum. On a CPU it takes an eighth of the time of patches and their products where a ResNet-20 begins.
+    """Σ_t g u of a convolution at many places.
+
+    It is the derivative by the weights of a convolution with a group for each datum. On a CPU it takes an eighth of the
+    time of patches and their products where a ResNet-20 begins.
     """
 
     def __init__(self, cotangents: Tensor, layer: nn.Conv2d, inputs: Tensor, out: torch.Size) -> None:

@@ -52,15 +52,18 @@ class LastLayerJacobian(NetworkJacobian):
         return 8 * (2 * num_outputs**2 + 2 * self.num_features + 2 * num_outputs * self.num_outputs)
 
     def extended(self, features: Tensor) -> Tensor:  # (b, D) -> (b, D′)
+        """Return the features, with a column of ones if the layer has a bias."""
         features = features.to(self.dtype)
         return torch.cat([features, torch.ones_like(features[:, :1])], 1) if self.has_bias else features
 
     def matrix(self, weights: Tensor) -> Tensor:  # (P, k) -> (C, D′, k)
+        """Return flat weights as matrices of the layer, with the bias as their last column."""
         C, D = self.num_outputs, self.num_features
         matrix = weights[: C * D].unflatten(0, (C, D))
         return torch.cat([matrix, weights[C * D :, None]], 1) if self.has_bias else matrix
 
     def flat(self, matrix: Tensor) -> Tensor:  # (C, D′, k) -> (P, k)
+        """Return matrices of the layer as flat weights: the inverse of `matrix`."""
         D = self.num_features
         flat = matrix[:, :D].flatten(0, 1)
         return torch.cat([flat, matrix[:, D]]) if self.has_bias else flat

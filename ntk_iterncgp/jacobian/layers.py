@@ -137,8 +137,10 @@ def _is_plain(layer: nn.Module | None, place: str) -> bool:
 
 
 def aliases_of(model: nn.Module, chosen: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """All places where each parameter is used. Tied weights have several; a module used twice counts once, since
-    exchanging its parameter twice would leave the exchanged one behind.
+    """Return all places where each parameter is used.
+
+    Tied weights have several; a module used twice counts once, since exchanging its parameter twice would leave the
+    exchanged one behind.
     """
     places: dict[int, list[str]] = {}
     for prefix, module in model.named_modules():

@@ -42,8 +42,9 @@ class Rows(ABC):
         return rows.times(weights), rows.covariance(variance, joint=joint)
 
     def by_layer(self, weights: Tensor, sizes: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor]]:
-        """For each parameter tensor: J_l V_l (b, C, k) and J_l J_lᵀ (b, C, C), in the dtype of the weights. Here from
-        all rows, with zeros.
+        """Yield J_l V_l (b, C, k) and J_l J_lᵀ (b, C, C) for each parameter tensor, in the dtype of the weights.
+
+        Here from all rows, with zeros.
         """
         start = 0
         for size in sizes:

@@ -278,8 +278,9 @@ class IterNCGPLaplace(Calibrating, Detecting, FittedNetwork):
         return mean.to(self._dtype), in_order(parts, [part.filled(shape) for part in parts]).to(self._dtype)
 
     def _whole_moments(self, x: Inputs, contrasts: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Both from all rows; or, for contrasts H (C, r), the covariance (b, r, r) of Hᵀf, and the mean up to what is
-        the same for all outputs.
+        """Return the mean and the covariance from all rows.
+
+        For contrasts H (C, r), the covariance (b, r, r) of Hᵀf, and the mean up to what is the same for all outputs.
         """
         posterior = self._posterior_now()
 
@@ -292,8 +293,10 @@ class IterNCGPLaplace(Calibrating, Detecting, FittedNetwork):
         return self._tempered(mean.to(self._dtype), covariance.to(self._dtype))
 
     def _takes_few(self, contrasts: int | str) -> bool:
-        """Whether fewer contrasts than all are asked for: not where the mean moves with the weights, which takes all
-        rows, nor by "auto" where all cost next to nothing or no shape was learnt.
+        """Whether fewer contrasts than all are asked for.
+
+        Not where the mean moves with the weights, which takes all rows, nor by "auto" where all cost next to nothing or
+        no shape was learnt.
         """
         C = self.n_outputs
         if self.likelihood != Likelihood.CLASSIFICATION or C <= 2 or self.settings.mean == "refined":
@@ -420,9 +423,11 @@ class IterNCGPLaplace(Calibrating, Detecting, FittedNetwork):
         return self.log_likelihood - 0.5 * (self.log_det_ratio + self._misfit())
 
     def _misfit(self) -> Tensor:
-        """What the evidence charges the mean: the prior's penalty of the weights; or, where the mean moves with the
-        prior, bᵀ(K + W⁺)⁻¹b in the span of the actions. At a classifier's mode the penalty is the same number less
-        ∇ᵀW⁺∇, which may be of any size where data are decided.
+        """Return what the evidence charges the mean.
+
+        The prior's penalty of the weights; or, where the mean moves with the prior, bᵀ(K + W⁺)⁻¹b in the span of the
+        actions. At a classifier's mode the penalty is the same number less ∇ᵀW⁺∇, which may be of any size where data
+        are decided.
         """
         if self.settings.mean == "network" or not follows_prior(self):
             return self.scatter
@@ -481,8 +486,10 @@ class IterNCGPLaplace(Calibrating, Detecting, FittedNetwork):
         tune_temperature: bool = False,
         contrasts: int | str = "auto",
     ) -> None:
-        """Set the prior precision: by the evidence ("marglik"), or by the loss on a validation set, on a scalar grid
-        ("gridsearch") or by its gradient ("validation"; scalar or layerwise, and the temperature with it if asked).
+        """Set the prior precision by the evidence or by a validation set.
+
+        By the evidence ("marglik"), or by the loss on a validation set, on a scalar grid ("gridsearch") or by its
+        gradient ("validation"; scalar or layerwise, and the temperature with it if asked).
 
         Neither touches the training data; the grid passes the validation set once in all, with as many `contrasts` of a
         classifier's outputs as in a prediction (of "auto", as many as any precision of the grid asks for).

@@ -142,8 +142,9 @@ class FittedNetwork(BaseFunctionalLaplace):
 
     @abstractmethod
     def _open(self, loader: DataLoader[Any], *, is_known: bool) -> tuple[NetworkJacobian, FixedOrderData, FirstBatch]:
-        """The Jacobian, the training data as it takes them, and the first batch of these; of a model that is known from
-        an earlier fit, some data of it.
+        """Return the Jacobian, the training data as it takes them, and the first batch of these.
+
+        For a model that is known from an earlier fit, some data of it instead of the first batch.
         """
 
     @abstractmethod

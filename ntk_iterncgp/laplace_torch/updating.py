@@ -92,8 +92,9 @@ def check_new_data(la: FittedNetwork, found: NetworkFit) -> None:
 
 
 def update_settings(la: FittedNetwork, network: LinearisedNetwork) -> NetworkSettings:
-    """Those of la, but without compression, which is for all actions together; and with fewer actions where the rank is
-    bounded.
+    """Return the settings of la for an update.
+
+    Without compression, which is for all actions together; and with fewer actions where the rank is bounded.
     """
     settings, max_rank, before = la.settings, la.settings.options.max_rank, 0
     if la._fitted:
@@ -210,8 +211,10 @@ def _about(part: WeightPosterior, prior_mean: Tensor) -> WeightPosterior:
 def _report(
     own: PartialFit, new: PartialFit, posterior: WeightPosterior, information: float, seconds: float
 ) -> FitReport | None:
-    """The history goes on with one line. Epochs are passes over all data: each datum counts those that it took part in.
-    None where nothing was fitted in this process.
+    """Return the history with one more line.
+
+    Epochs are passes over all data: each datum counts those that it took part in. None where nothing was fitted in this
+    process.
     """
     reports = [part.report for part in (own, new) if part.report is not None]
     if not reports:

@@ -153,6 +153,7 @@ class DenseColumns(Columns):
     def empty(
         cls, shard: Shard, num_outputs: int, *, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> DenseColumns:
+        """No columns, with room for `capacity` of them."""
         return cls(torch.empty(capacity, shard.size * num_outputs, dtype=dtype, device=device), 0, num_outputs, shard)
 
     @classmethod
@@ -324,12 +325,15 @@ class Buffer:
 
     @property
     def size(self) -> int:
+        """How many columns there are."""
         return self.actions.size
 
     def append(self, other: Buffer) -> Buffer:
+        """Return both, with the columns of `other` after these."""
         return Buffer(self.actions.append(other.actions), self.images.append(other.images))
 
     def rotate(self, coefficients: Tensor) -> Buffer:  # (r, R)
+        """Return actions and images times the coefficients."""
         return Buffer(self.actions.rotate(coefficients), self.images.rotate(coefficients))
 
 

@@ -45,6 +45,7 @@ class Factor:
 
     @property
     def log_determinant(self) -> float:
+        """log det M."""
         return float(2 * (self.lower.diagonal().log() - self.scale.log()).sum())
 
 
@@ -117,8 +118,10 @@ def combined_gram(gram: Tensor, sizes: list[int], combinations: list[Tensor | No
 
 
 def independent_columns(gram: Tensor) -> Tensor:  # (B, B) -> (B',)
-    """Which columns to keep so that their Gram matrix is safely positive definite: none that is empty, and none of
-    which the squared pivot of a Cholesky factor says that it is nearly in the span of those before it.
+    """Return which columns to keep so that their Gram matrix is safely positive definite.
+
+    Leave out those that are empty, and those of which the squared pivot of a Cholesky factor says that they are nearly
+    in the span of those before them.
     """
     there = (gram.diagonal() > 0).nonzero()[:, 0]
     scale = gram.diagonal()[there].rsqrt()
@@ -154,8 +157,10 @@ def _kept(scaled: Tensor, least: float) -> Tensor:  # (B, B) -> (B',)
 def best_combinations(
     noise: Tensor, gram: Tensor, number: int, num_outputs: int = 1
 ) -> Tensor | None:  # R, AᵀA (B, B) -> (B, number)
-    """Those with unit noise that contract the variance of the weights most: for one prior precision of all weights the
-    same ones, whatever it is. None where there are no more than `number` independent actions.
+    """Return the combinations with unit noise that contract the variance of the weights most.
+
+    For one prior precision of all weights they are the same ones, whatever it is. None where there are no more than
+    `number` independent actions.
 
     Of several outputs, whose actions follow one another, ties go to the first: outputs of the same features have the
     same eigenvalues, and rounding would decide how they mix and who is left out.

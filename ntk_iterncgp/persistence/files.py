@@ -69,6 +69,7 @@ def _finite(value: Any) -> Any:
 
 
 def text_writer(text: str) -> Writer:
+    """Return what writes a text, in UTF-8."""
     return lambda target: target.write_text(text, encoding="utf-8")
 
 
@@ -119,6 +120,7 @@ def _flush(path: Path, mode: int) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+    """Write tensors and JSON to one file, whole or not at all."""
     write_atomically(path, tensor_writer(path, tensors, about))
 
 
@@ -199,8 +201,10 @@ def read_tensors(path: Path, kind: str, newest: int, *, unsigned: int = 0) -> tu
 
 
 def _tensor(path: Path, file: Any, name: str) -> Tensor:
-    """By way of numpy: safetensors 0.8 loses 64 bytes with each tensor that it makes for torch, which adds up in a
-    process that reads files for days. A clone lies where torch puts its own tensors, which decides how sums round.
+    """Read one tensor, by way of numpy.
+
+    safetensors 0.8 loses 64 bytes with each tensor that it makes for torch, which adds up in a process that reads files
+    for days. A clone lies where torch puts its own tensors, which decides how sums round.
     """
     try:
         return torch.from_numpy(file.get_tensor(name)).clone()
@@ -296,8 +300,9 @@ def save_posterior(
 
 
 def peek_posterior(path: Path, name: str) -> tuple[dict[str, Any], Tensor | None]:
-    """`about`, and one small tensor of the state or None, without reading the rest: what does not fit together is
-    refused sooner. Whether the file is whole is for `load_posterior` to say.
+    """Return `about`, and one small tensor of the state or None, without reading the rest.
+
+    What does not fit together is refused sooner. Whether the file is whole is for `load_posterior` to say.
     """
     if not path.is_file():
         raise FileError(f"There is no posterior at '{path}'; 'ntk-iterncgp fit CONFIG' makes one.")

@@ -20,8 +20,9 @@ _PLAIN = (bool, int, float, str, Tensor)
 
 
 def digest_rows(*columns: Tensor) -> Tensor:  # (b, …), … -> (b,)
-    """A number for each row: sums of its bits times odd numbers, modulo 2^64, hence the same in any order and on any
-    device. Any one entry that changes changes it.
+    """Return a number for each row: sums of its bits times odd numbers, modulo 2^64.
+
+    Hence the same in any order and on any device. Any one entry that changes changes it.
     """
     total = torch.zeros(len(columns[0]), dtype=torch.int64, device=columns[0].device)
     for place, column in enumerate(columns):
@@ -42,8 +43,10 @@ def digest(tensor: Tensor) -> str:
 
 
 def described(value: Any) -> Any:
-    """The fingerprint of an object, as JSON: plain values as they are, tensors by their digest, functions by
-    their name, other objects by their class and what plain values and tensors they hold.
+    """Return the fingerprint of an object, as JSON.
+
+    Plain values as they are, tensors by their digest, functions by their name, other objects by their class and what
+    plain values and tensors they hold.
     """
     if value is None or isinstance(value, (bool, int, str)):
         return value

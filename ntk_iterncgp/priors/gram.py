@@ -83,8 +83,9 @@ class GramPrior(Prior):
         )
 
     def _matrices_at(self, x: Tensor) -> list[KernelMatrix]:
-        """k(x, X) for the X of this process, by the compiled formula of k(X, X) where there is one: x alone might not
-        be worth compiling.
+        """Return k(x, X) for the X of this process, by the compiled formula of k(X, X) where there is one.
+
+        x alone might not be worth compiling.
         """
         if x is self.inputs and self.shard.is_whole:
             return self.matrices
@@ -159,9 +160,10 @@ class GramPrior(Prior):
 
     @cached_property
     def _measured_error(self) -> float:
-        """‖K̃ − K‖ from some of its rows, of all N with the same probability, beside the exact ones: √(N/m) times the
-        norm of the part is on average no less than that of the whole. To it come the rounding of sums, and that of a
-        close pair of points, of which there may be too few to be met.
+        """‖K̃ − K‖ from some of its rows, of all N with the same probability, beside the exact ones.
+
+        √(N/m) times the norm of the part is on average no less than that of the whole. To it come the rounding of sums,
+        and that of a close pair of points, of which there may be too few to be met.
         """
         generator = torch.Generator().manual_seed(0)
         rows = torch.randperm(self.num_data, generator=generator)[:MEASURED_ROWS].to(self.device)
@@ -223,8 +225,10 @@ class GramPrior(Prior):
         return self.kernels * self.num_outputs if self.shares_kernel else self.kernels
 
     def _cross(self, x: Tensor, actions: DenseColumns) -> Tensor:  # (b, C, B)
-        """k(x, X) S. Where k(x, X) is small it is written out once and meets the columns as they lie in memory: a
-        product with all of them would first copy S, which is most of what a run holds.
+        """k(x, X) S.
+
+        Where k(x, X) is small it is written out once and meets the columns as they lie in memory: a product with all of
+        them would first copy S, which is most of what a run holds.
         """
         if len(x) * len(self._own_inputs) * x.element_size() > min(FEW_BYTES, self.chunk_bytes):
             return self._product(self._matrices_at(x), actions.matrix.unflatten(0, (-1, actions.num_outputs)))

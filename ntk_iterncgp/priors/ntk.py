@@ -141,6 +141,7 @@ class NTKPrior(Prior):
 
     @property
     def trace_is_exact(self) -> bool:
+        """Whether the trace is exact, not an estimate."""
         return self.trace.is_exact
 
     def curvature_diagonal(self, curvature: CurvatureAt) -> Tensor:  # (P,)

@@ -60,8 +60,9 @@ def plan_trace(jacobian: NetworkJacobian, num_data: int, num_outputs: int, num_c
 
 
 def affordable_data(jacobian: NetworkJacobian, num_data: int, num_outputs: int, wanted: int) -> int:
-    """At how many data all rows may be computed beside a fit: as many as wanted where they are few numbers, else what
-    costs a twentieth of an epoch, and at least one.
+    """Return at how many data all rows may be computed beside a fit.
+
+    As many as wanted where they are few numbers, else what costs a twentieth of an epoch, and at least one.
     """
     if wanted * num_outputs * jacobian.num_params <= FEW_NUMBERS:
         return wanted

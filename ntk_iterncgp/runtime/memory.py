@@ -72,6 +72,7 @@ def require_memory(needed: int, available: int | None, advice: str) -> None:
 
 
 def mebibytes(size: int | None) -> str:
+    """Return a number of bytes in MiB, as text."""
     return "unknown" if size is None else f"{size / 2**20:,.0f} MiB"
 
 

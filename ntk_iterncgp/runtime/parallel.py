@@ -43,6 +43,7 @@ class Traffic:
     bytes: int = 0
 
     def add(self, num_bytes: float) -> None:
+        """Count one more call, of so many bytes."""
         self.calls, self.bytes = self.calls + 1, self.bytes + round(num_bytes)
 
 
@@ -53,10 +54,12 @@ traffic = Traffic()
 
 
 def num_processes() -> int:
+    """Return how many processes work together: 1 without a process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
+    """Return the number of this process, from 0."""
     return dist.get_rank() if num_processes() > 1 else 0
 
 
@@ -190,6 +193,7 @@ class Shard:
 
     @classmethod
     def whole(cls, num_rows: int) -> Shard:
+        """One block of all rows, which every process has whole."""
         return cls((0, num_rows))
 
     @classmethod
@@ -211,10 +215,12 @@ class Shard:
 
     @property
     def is_whole(self) -> bool:
+        """Whether every process has all rows."""
         return len(self.starts) == 2
 
     @property
     def mine(self) -> slice:
+        """The rows of this process."""
         place = 0 if self.is_whole else rank()
         return slice(self.starts[place], self.starts[place + 1])
 
@@ -265,8 +271,10 @@ _num_tasks = 0
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Something that all processes do at the same time. One that fails tells the others, which then stop with its error
-    instead of waiting for it; only the main process warns.
+    """Enclose something that all processes do at the same time.
+
+    One that fails tells the others, which then stop with its error instead of waiting for it; only the main process
+    warns.
 
     Processes that failed for the same reason may go on together. Where one alone failed, they are out of step, and the
     group is of no further use.

@@ -96,8 +96,10 @@ def plain_attention() -> Iterator[None]:
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[Any]:
-    """Without autocast: a variance is a difference of numbers that are nearly the same, and half of their digits, which
-    is enough for a forward pass, leaves one that is far too small.
+    """Turn off autocast.
+
+    A variance is a difference of numbers that are nearly the same, and half of their digits, which is enough for a
+    forward pass, leaves one that is far too small.
     """
     if not torch.amp.is_autocast_available(device.type):
         return nullcontext()

@@ -16,6 +16,7 @@ def whole_number(name: str, value: object, *, at_least: int, or_none: bool = Fal
 
 
 def seed_number(value: object) -> int:
+    """Check a seed: a whole number of at least 0."""
     return whole_number("seed", value, at_least=0)
 
 
