@@ -29,7 +29,7 @@ def main(overrides: list[str]) -> None:
     try:
         comparison = evaluate(load(None, [*LENET, *SMALL, *overrides]))
     except ConfigError as error:
-        if "cannot be downloaded" not in str(error):
+        if "be downloadable" not in str(error):
             raise
         print(f"{error}\nGoing on with scikit-learn's digits.\n")
         comparison = evaluate(load(None, [*STAND_IN, *SMALL, *overrides]))

@@ -256,9 +256,10 @@ class GPPoissonRegressor(RegressorMixin, _GPEstimator):  # type: ignore[misc]
     """
 
     def __sklearn_tags__(self) -> Any:
-        """Counts are not negative."""
+        """Counts are not negative, and small ones scatter: a fit to targets around 2 explains little of them."""
         tags = super().__sklearn_tags__()
         tags.target_tags.positive_only = True
+        tags.regressor_tags.poor_score = True
         return tags
 
     def fit(self, X: ArrayLike, y: ArrayLike, exposure: ArrayLike | None = None) -> Self:

@@ -121,6 +121,8 @@ def numbers(made: Any) -> dict[str, Any]:
         found |= dict(zip(("mean", "covariance"), made.latent(x.to(made.dtype or x.dtype)), strict=True))
         return found
     state = made.state_dict()
+    reference = state["posterior"].pop("reference", {})  # numbers of a few inputs, one level deeper
+    found |= {f"reference {name}": value for name, value in reference.items()}
     return found | {**state.pop("posterior"), **state, "random": made._fit.state.__class__.__name__}
 
 

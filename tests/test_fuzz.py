@@ -340,7 +340,7 @@ NET_SETTINGS = [
 # What of NONSENSE makes sense after all, by setting; all else must be refused. Whole numbers are real ones, too.
 NUMBERS: list[Any] = [-1, 0, 1.5, 10**30]
 SENSIBLE: dict[str, list[Any]] = {
-    "mean": NUMBERS,  # of a GP; that of a network is a name
+    "mean": [*NUMBERS, None],  # of a GP; that of a network is a name
     "policy": [None],
     "max_rank": [None],
     "newton_tol": [0, 1.5, 10**30, math.inf],

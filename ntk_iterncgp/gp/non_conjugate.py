@@ -41,6 +41,7 @@ from ntk_iterncgp.gp.optimize import OptimizationReport, SearchOptions, maximise
 from ntk_iterncgp.gp.saving import search_session, session_of
 from ntk_iterncgp.gp.shareable import Shareable
 from ntk_iterncgp.kernels import METHODS, Kernel
+from ntk_iterncgp.kernels.choice import checked_tolerance
 from ntk_iterncgp.likelihoods import Likelihood
 from ntk_iterncgp.persistence.checkpoint import UNSAVED, Checkpoint, CheckpointSession
 from ntk_iterncgp.posterior.exact import ExactPosterior
@@ -129,7 +130,7 @@ class NonConjugateGP(Shareable):
         self.mean_is_given = mean is not None
         iterating = "curvature_residual" if isinstance(policy, str) and policy in MODES else policy
         self.policy = resolve_policy(iterating, others=MODES)
-        asks_for_iteration = max_rank is not None or actions != "auto" or not damped
+        asks_for_iteration = max_rank is not None or actions != "auto" or damped is not True
         self.mode = "iterative"
         if isinstance(policy, str) and policy in MODES and (policy == "exact" or not asks_for_iteration):
             self.mode = policy
@@ -147,7 +148,8 @@ class NonConjugateGP(Shareable):
         if product_method not in METHODS:
             names = ", ".join(map(repr, METHODS))
             raise ValueError(f"`product_method` must be one of {names}; got {product_method!r}. Try 'auto'.")
-        self.product_method, self.product_tolerance = product_method, product_tolerance
+        self.product_method = product_method
+        self.product_tolerance = checked_tolerance(product_tolerance, "product_tolerance")
         self.chunk_bytes = whole_number("chunk_bytes", chunk_bytes, at_least=1)
         self.seed = seed_number(seed)
         self.dtype, self.device = checked_dtype(dtype), checked_device(device)

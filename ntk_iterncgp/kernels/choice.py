@@ -46,8 +46,7 @@ def choose(kernel: Kernel, X1: Tensor, X2: Tensor, *, method: str = "auto", tole
     """The method for k(X1, X2) @ V. `tolerance` is that of the sparse method; 0 for exact products only."""
     if method not in METHODS:
         raise ValueError(f"`method` must be one of {', '.join(map(repr, METHODS))}; got {method!r}. Try 'auto'.")
-    if tolerance is not None and not (isinstance(tolerance, Real) and 0 <= tolerance < 1):
-        raise ValueError(f"`tolerance` must be a fraction from 0 to below 1; got {tolerance!r}. Try None.")
+    tolerance = checked_tolerance(tolerance)
     if method == "auto":
         return _choose(kernel, X1, X2, tolerance)
     _check_possible(kernel, X1, method)
@@ -55,6 +54,14 @@ def choose(kernel: Kernel, X1: Tensor, X2: Tensor, *, method: str = "auto", tole
     if method == "sparse" and len(X1) and len(X2):
         pattern = Pattern.of(Formula.of(kernel), X1, X2, DEFAULT_TOLERANCE if tolerance is None else tolerance)
     return Choice(method, "as asked", pattern)
+
+
+def checked_tolerance(tolerance: float | None, name: str = "tolerance") -> float | None:
+    """Check what the sparse method may leave out, as a fraction of the largest value."""
+    is_number = isinstance(tolerance, Real) and not isinstance(tolerance, bool)
+    if tolerance is not None and not (is_number and 0 <= tolerance < 1):
+        raise ValueError(f"`{name}` must be a fraction from 0 to below 1; got {tolerance!r}. Try None.")
+    return tolerance
 
 
 def _choose(kernel: Kernel, X1: Tensor, X2: Tensor, tolerance: float | None) -> Choice:

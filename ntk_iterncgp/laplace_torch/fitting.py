@@ -22,6 +22,7 @@ from ntk_iterncgp.fitting.drive import Budget
 from ntk_iterncgp.fitting.network import LinearisedNetwork, NetworkFit, NetworkSettings
 from ntk_iterncgp.fitting.newton_fit import fit_by_products, refine_by_products
 from ntk_iterncgp.fitting.report import FitReport
+from ntk_iterncgp.jacobian.autograd import SMALL_NETWORK
 from ntk_iterncgp.jacobian.base import NetworkJacobian
 from ntk_iterncgp.jacobian.calling import unwrapped
 from ntk_iterncgp.laplace_torch.hyperparameters import check_hyperparameters
@@ -338,10 +339,10 @@ class FittedNetwork(BaseFunctionalLaplace):
         """With the shape of the covariance of the outputs, from a few of the first inputs."""
         first, jacobian, posterior = network.first_batch, network.jacobian, found.posterior
         num_rows, C = first.outputs.shape
-        number = reference_size(network.data.num_data(num_rows), C) if network.classification else 0
-        if number == 0:
+        is_small = jacobian.num_params <= SMALL_NETWORK
+        number = min(num_rows, reference_size(network.data.num_data(num_rows), C, is_small=is_small))
+        if number == 0 or not network.classification:
             return found
-        number = min(number, num_rows)
         some = slice_rows(to_device(first.inputs, jacobian.device), slice(0, number), num_rows)
         with torch.no_grad():
             rows = jacobian.rows_in_parts(

@@ -56,10 +56,14 @@ def checked_contrasts(contrasts: int | str) -> int | str:
     return contrasts
 
 
-def reference_size(num_data: int, num_outputs: int) -> int:
-    """At how many inputs a shape is learnt, which takes a few percent of a fit; none where two outputs are all."""
+def reference_size(num_data: int, num_outputs: int, *, is_small: bool) -> int:
+    """Count the inputs that a shape is learnt from: those of a few percent of a fit, or eight of a small network.
+
+    None where two outputs are all, or where a fit has too few data to afford one.
+    """
     affordable = int(REFERENCE_SHARE * num_data / Reference.num_rows(num_outputs))
-    return 0 if num_outputs <= 2 else min(REFERENCE_INPUTS, max(REFERENCE_INPUTS // 4, affordable))
+    least = REFERENCE_INPUTS // 4 if is_small else 0
+    return 0 if num_outputs <= 2 else min(REFERENCE_INPUTS, max(least, affordable))
 
 
 def ranking(outputs: Tensor) -> Tensor:  # (b, C)

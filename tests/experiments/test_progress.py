@@ -170,7 +170,7 @@ def test_every_long_part_of_an_evaluation_reports_on_the_screen_and_in_the_log(
         r"Fitting: exact linearised Laplace: \d+ of 128 data",
         r"Fitting: KFAC \(laplace-torch\): \d+ of 1 batches",
         r"Test inputs: \d+ of 40 inputs",
-        r"Tuning and scoring: ours: \d+ of \d+ values of its hyperparameter after \d+ s, about \d+ s to go",
+        r"Tuning and scoring: IterNCGP: \d+ of \d+ values of its hyperparameter after \d+ s, about \d+ s to go",
     ):
         assert re.search(line, log), line
         assert re.search(line, shown), line

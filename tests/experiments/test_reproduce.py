@@ -166,7 +166,7 @@ def test_of_several_processes_none_reproduces(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     assert cli.main(["reproduce", "policies", "--quick"]) == 2
-    assert "but not 'reproduce': start one of them" in capsys.readouterr().err
+    assert "must 'fit'; got 'reproduce'. Try it in one process" in capsys.readouterr().err
 
 
 @pytest.mark.cli

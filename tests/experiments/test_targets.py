@@ -136,9 +136,10 @@ def test_a_table_of_targets_is_fitted_predicted_and_evaluated(
     posterior, new = str(tmp_path / "posterior.safetensors"), str(table / "new.npz")
     assert cli.main(["predict", posterior, "--input", new, "--output", str(tmp_path / "new.csv")]) == 0
     rows = list(csv.DictReader((tmp_path / "new.csv").read_text(encoding="utf-8").splitlines()))
-    assert list(rows[0]) == ["input", "mean", "std", "epistemic", "lower", "upper"] and len(rows) == 9
+    columns = ["input", "mean", "std", "epistemic", "lower", "upper"]
+    assert list(rows[0])[:6] == columns and set(list(rows[0])[6:]) <= {"novelty", "p_value"} and len(rows) == 9
     for row in rows:
-        mean, std, epistemic, lower, upper = (float(row[name]) for name in list(rows[0])[1:])
+        mean, std, epistemic, lower, upper = (float(row[name]) for name in columns[1:])
         assert 0 <= mean <= 400 and epistemic < std < 200  # in the units of the table
         assert (lower + upper) / 2 == pytest.approx(mean, rel=1e-3)
         assert upper - lower == pytest.approx(3.92 * std, rel=1e-3)

@@ -201,4 +201,4 @@ def test_the_first_batch_passes_the_model_three_times_before_the_sweep(subset: s
     la.fit(loader)
     second = next(i for i, inputs in enumerate(passed) if torch.equal(inputs.float(), x[6:12]))
     before = [len(inputs) for inputs in passed[: second - 1]]  # the sweep begins with the first batch
-    assert sorted(before) in ([1, 6, 6, 6], [1, 6, 6])
+    assert [size for size in sorted(before) if size > 1] in ([6, 6, 6], [6, 6]) and before.count(1) <= 2

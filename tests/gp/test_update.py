@@ -126,7 +126,7 @@ def test_unfit_data_are_refused_and_change_nothing() -> None:
         (X[:2, :1], y[:2], ValueError, r"`X` must have 2 columns, as the training inputs; got 1"),
         (X[:2].float(), y[:2], TypeError, r"`X` must be torch\.float64 on cpu, as the training inputs"),
         (X[:2], y[:3], ValueError, r"`y` must hold one target for each of the 2 rows of X; got 3"),
-        (X[:2], y[:2] + 5, ValueError, r"labels from 0 to 2"),
+        (X[:2], y[:2] + 5, ValueError, r"whole numbers from 0 to 2"),
     ):
         with pytest.raises(error, match=sentence):
             gp.update(inputs, targets)

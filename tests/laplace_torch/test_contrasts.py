@@ -190,7 +190,7 @@ def test_filled_covariances_agree_with_the_formula() -> None:
 @pytest.mark.parametrize("num_classes", [CLASSES, HEAD + 9])
 def test_the_shape_is_the_mean_covariance_of_the_first_ranks(num_classes: int) -> None:
     la = fitted(num_classes=num_classes)
-    count = min(reference_size(NUM_DATA, num_classes), 16)
+    count = min(reference_size(NUM_DATA, num_classes, is_small=True), 16)
     x = loader_for(la.model).dataset.tensors[0][:count]  # type: ignore[attr-defined]
     H = Reference.contrasts(la.model(x).detach())
     for precision in (0.5, 30.0):

@@ -70,7 +70,7 @@ def test_reading_files_for_days_takes_no_memory(tmp_path: Path) -> None:
 def test_posteriors_of_every_version_so_far_predict_as_they_did(version: int) -> None:
     restored = restore(KEPT / f"posterior-{version}.safetensors", CPU)
     x = torch.tensor([[0.0, 0.0], [2.0, 0.5], [-30.0, 4.0]])
-    found = columns_of(restored, restored.scaling.apply(x), "accurate")
+    found = columns_of(restored, restored.scaling.apply(x), "quadrature")
     expected = [[0.30948, 0.314551, 0.375968], [0.35547, 0.328404, 0.316126], [0.160173, 0.295173, 0.544654]]
     assert torch.allclose(found["probabilities"], torch.tensor(expected, dtype=torch.float64), atol=1e-4)
     assert torch.allclose(found["variance"], torch.tensor([4.06329, 3.71245, 13.6082], dtype=torch.float64), rtol=1e-4)
@@ -79,7 +79,7 @@ def test_posteriors_of_every_version_so_far_predict_as_they_did(version: int) ->
 def test_posteriors_of_kernels_predict_as_they_did() -> None:
     def found(task: str) -> dict[str, Tensor]:
         restored = restore(KEPT / f"posterior-kernel-{task}-2.safetensors", CPU)
-        return columns_of(restored, restored.scaling.apply(kept_runs.NEW.float()), "accurate")
+        return columns_of(restored, restored.scaling.apply(kept_runs.NEW.float()), "quadrature")
 
     classes, targets = found("classification"), found("regression")
     expected = [[0.344012, 0.362096, 0.293892], [0.372164, 0.360419, 0.267417], [0.333176, 0.334082, 0.332742]]
@@ -298,7 +298,7 @@ def test_a_tree_that_is_too_deep_gives_a_sentence(depth: int, tmp_path: Path) ->
     tree = '{"items": {"a": ' * depth + "1" + "}}" * depth
     text = f'{{"format": "ntk-iterncgp posterior 1", "about": {{}}, "state": {tree}}}'
     save_file({"a": torch.zeros(1)}, tmp_path / "deep.safetensors", metadata={files.HEADER: text})
-    with pytest.raises(OURS, match="is damaged"):
+    with pytest.raises(OURS, match="damaged"):
         restore(tmp_path / "deep.safetensors", CPU)
 
 

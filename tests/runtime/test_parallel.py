@@ -297,7 +297,7 @@ def test_only_fit_is_for_several_processes(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     assert cli.main(command) == cli.USER_ERROR
-    assert f"can 'fit' together, but not '{command[0]}'" in capsys.readouterr().err
+    assert f"must 'fit'; got '{command[0]}'" in capsys.readouterr().err
 
 
 @pytest.mark.cli
@@ -308,7 +308,7 @@ def test_a_process_that_does_not_find_the_others_says_so(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     assert cli.main([*FIT, "--output-dir", str(tmp_path)]) == cli.FAILURE
-    assert "one of 2 (WORLD_SIZE), but cannot find the others" in capsys.readouterr().err
+    assert "must be one of 2 (WORLD_SIZE); got no connection to the others" in capsys.readouterr().err
 
 
 # --- shares -----------------------------------------------------------------------------------------------------------

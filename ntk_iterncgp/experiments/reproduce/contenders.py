@@ -46,6 +46,7 @@ def ours(classes: Classes, kernel: Matern32, stopping: Stopping, max_rank: int |
     gp = NonConjugateGP(
         kernel,
         Softmax(classes.num_classes),
+        policy="curvature_residual",
         max_products=stopping.max_products,
         products_per_step=stopping.products_per_step,
         newton_tol=stopping.newton_tol,

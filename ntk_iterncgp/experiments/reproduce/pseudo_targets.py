@@ -59,7 +59,14 @@ def run(settings: PseudoTargetsSettings) -> Outcome:
         {"i": i, "largest_noise": float(step.noise.max()), "change_of_mean": changes[i - 1] if i else float("nan")}
         for i, step in enumerate(steps)
     ]
-    gp = NonConjugateGP(data.kernel, Bernoulli(), max_products=settings.num_data, products_per_step=10, newton_tol=1e-6)
+    gp = NonConjugateGP(
+        data.kernel,
+        Bernoulli(),
+        policy="curvature_residual",
+        max_products=settings.num_data,
+        products_per_step=10,
+        newton_tol=1e-6,
+    )
     mean, covariance = gp.fit(data.inputs, data.labels).latent(grid[:, None])
     difference = float((mean[:, 0] - steps[-1].mean).norm() / steps[-1].mean.norm())
     deviation = float((covariance[:, 0, 0].sqrt() / steps[-1].deviation - 1).abs().max())
