@@ -13,7 +13,7 @@ TOY = "data.train_limit=200 data.test_limit=60 data.ood_limit=30 data.download=f
 TOY += " model.train_epochs=2 fit.num_actions=2"
 EXAMPLES: dict[str, tuple[str, str]] = {  # arguments, and what is printed
     "quickstart_laplace.py": ("", r"200 new points +\d+\.\d % .*\n\(3, 3\), without data +100.0 % +[5-8]\d\.\d %"),
-    "mnist_lenet.py": (TOY, r"NLL: ours \d\.\d+, temperature scaling \d\.\d+"),
+    "mnist_lenet.py": (TOY, r"NLL: IterNCGP \d\.\d+, temperature scaling \d\.\d+"),
     "cifar_resnet.py": ("--toy", r"network as it is  : accuracy .*\nwith its posterior: accuracy "),
     "huggingface_style_dict_batches.py": ("", r"163 of 963 weights are uncertain.*\n[89]\d % of the first batch right"),
     "active_learning.py": ("--toy", r"digits, labels +20 +30\nby posterior .*%\nat random .*%\ndifference .*%\n95 %"),

@@ -21,7 +21,7 @@ LARGEST = {
     "files of a prediction": 17,
     "longest chain of imports": 20,
     "files of kernels/ that laplace_torch imports": 0,
-    "lines without experiments": 21_900,
+    "lines without experiments": 22_060,
 }
 
 

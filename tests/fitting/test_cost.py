@@ -36,7 +36,7 @@ def status(name):
         return next(1024 * int(line.split()[1]) for line in file if line.startswith(name))
 
 torch.set_num_threads(1)
-trace.EXACT_TRACE_ROWS = 0  # as with more data
+rows_room.EXACT_TRACE_ROWS = 0  # as with more data
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(500, 1500), nn.ReLU(), nn.Linear(1500, 170), nn.ReLU(), nn.Linear(170, 4))
 loader = DataLoader(TensorDataset(torch.randn(200, 500), torch.randint(4, (200,))), batch_size=100)

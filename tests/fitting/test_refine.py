@@ -136,14 +136,14 @@ class Tired(nn.Module):
         return self.body(x)
 
 
-@pytest.mark.parametrize("calls", [3, 7])  # the first three estimate memory and prove the rows, in two orders
+@pytest.mark.parametrize("calls", [2, 7])  # the first two estimate memory and prove the rows
 def test_a_keyboard_interrupt_in_the_model_is_caught_too(calls: int) -> None:
     case, x = net(), net().near_and_far()
     tired = Tired(case.model, KeyboardInterrupt, calls)
     la = Net(tired, "classification", case.x, case.y).laplace(num_actions=GROUPS)
     with pytest.warns(UserWarning, match="interrupted with"):
         la.fit(case.loader(batch_size=4))
-    assert la.report_.status == "interrupted" and (la.report_.rank > 0) == (calls > 3)
+    assert la.report_.status == "interrupted" and (la.report_.rank > 0) == (calls > 2)
     la.model.calls = 10**6
     not_below(joint_variance(la, x), case.exact(x))
     la.refine(case.loader(batch_size=4), epochs=4 / 3 - la.report_.epochs)
@@ -307,7 +307,7 @@ def test_refine_says_what_it_needs() -> None:
             la.refine(loader, seconds=nonsense)
     loaded = case.laplace(num_actions=GROUPS)
     loaded.load_state_dict(la.state_dict())
-    with pytest.raises(RuntimeError, match=r"got a loaded posterior.* Try fit\(train_loader\)"):
+    with pytest.raises(RuntimeError, match=r"got a loaded or merged posterior.* Try fit\(train_loader\)"):
         loaded.refine(loader, epochs=1)
     with torch.no_grad():
         la.model[0].weight.add_(1)

@@ -130,7 +130,7 @@ def test_unfit_data_are_refused_and_change_nothing() -> None:
     ):
         with pytest.raises(error, match=sentence):
             gp.update(inputs, targets)
-    with pytest.raises(ValueError, match=r"max_products expects .* but got 0"):
+    with pytest.raises(ValueError, match=r"`max_products` must be .*; got 0"):
         gp.update(X[:2], y[:2], max_products=0)
     assert torch.equal(gp.predict(x), before)
     assert gp.update(X[:0], y[:0]) is gp and torch.equal(gp.predict(x), before)
