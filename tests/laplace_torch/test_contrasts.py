@@ -38,8 +38,8 @@ def network(num_classes: int = CLASSES, width: int = 9, dtype: torch.dtype = tor
     return model.eval()
 
 
-def loader_for(model: nn.Module, dtype: torch.dtype = torch.float64) -> DataLoader:
-    x = torch.randn(NUM_DATA, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+def loader_for(model: nn.Module, dtype: torch.dtype = torch.float64, num_data: int = NUM_DATA) -> DataLoader:
+    x = torch.randn(num_data, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
     return DataLoader(TensorDataset(x, model(x).argmax(1)), 16)
 
 
@@ -226,8 +226,11 @@ def test_the_prediction_with_more_contrasts_comes_nearer_to_that_with_all() -> N
 
 
 def large() -> Any:
-    """So large that "auto" takes few contrasts."""
-    return fitted(width=1500, dtype=torch.float32)
+    """So large that "auto" takes few contrasts, with as many data as afford a shape of ten inputs."""
+    model = network(width=1500, dtype=torch.float32)
+    la = Laplace(model, "classification", "all", "iterncgp", prior_precision=0.5, num_actions=12)
+    la.fit(loader_for(model, torch.float32, num_data=2400))
+    return la
 
 
 def test_predictions_do_not_depend_on_the_batch() -> None:
