@@ -39,7 +39,7 @@ TEMPERATURES = torch.logspace(-1, 1, 161, dtype=torch.float64)  # steps of 3 %
 
 @dataclass(frozen=True, eq=False)
 class OtherKind:
-    """Scores of inputs of another kind, beside those of the test inputs."""
+    """Scores of out-of-distribution inputs, beside those of the test inputs."""
 
     by_entropy: OODMetrics
     by_doubt: OODMetrics | None
@@ -256,7 +256,7 @@ def _seen(
 
 
 def _other_folds(sizes: Mapping[str, int], num_folds: int) -> dict[str, tuple[Tensor, ...]]:
-    """Inputs of another kind have no labels to tune on: each fold's hyperparameter scores its share of them."""
+    """Out-of-distribution inputs have no labels to tune on: each fold's hyperparameter scores its share of them."""
     first, result = sizes["test"], {}
     for name, size in sizes.items():
         if name != "test":
