@@ -386,7 +386,7 @@ class FittedNetwork(BaseFunctionalLaplace):
     def _noise_scale(self) -> Tensor:
         """τ = σ²·T."""
         temperature = self.temperature if isinstance(self.temperature, Tensor) else float(self.temperature)
-        return self.sigma_noise.square() * temperature
+        return self.sigma_noise.double().square() * temperature
 
     def _refresh_posterior(self) -> None:
         """Called before every prediction: the model must still be that of the fit, frozen weights and buffers too."""
