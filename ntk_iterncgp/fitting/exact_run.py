@@ -157,7 +157,10 @@ def _problems(state: ExactState, is_finished: bool) -> dict[str, str]:
     probe = state.problem.project(probe.flatten()).reshape(probe.shape)
     solved = state.system.solve(probe).flatten()  # (K + W⁺)⁻¹ b, for which b − K v = W⁺v within the range of W
     b = state.problem.curvature(state.latent, probe.flatten() - state.multiply(solved))
-    if not float((b - solved).norm()) <= CHECK_TOLERANCE**0.5 * (1e-12 + float(solved.norm())):
+    # W(b − K v) is a difference of numbers as large as W K v, each of them rounded.
+    gain = size * prior.num_data * float(state.system.roots.square().max())
+    tolerance = max(CHECK_TOLERANCE**0.5, torch.finfo(torch.float64).eps * gain)
+    if not float((b - solved).norm()) <= tolerance * (1e-12 + float(solved.norm())):
         found["matrix"] = "the factors of K + W⁺ to solve its linear systems, but they do not"
     if is_finished and not found:
         rest = state.score - iterate.representer_weights

@@ -148,11 +148,13 @@ def _epochs(num_products: int) -> float:
 def _loss(state: State, classification: bool, refined: bool) -> float:
     """−log p(y | f) for unit noise without constants.
 
-    A refined regression has none beside bᵀ(K + W⁺)⁻¹b, which depends on the prior.
+    Of a refined regression ½‖r‖², what bᵀ(K + W⁺)⁻¹b has at most beyond the span of the actions: the rest depends on
+    the prior, and is computed where the evidence is.
     """
     if classification:
         return -state.problem.log_prob(state.latent)
-    return 0.0 if refined else 0.5 * float((state.latent - state.problem.targets).square().sum())
+    missed = state.residual if refined else (state.latent - state.problem.targets).flatten()
+    return 0.5 * float(missed.square().sum())
 
 
 def _linear_run(state: State, settings: NetworkSettings) -> Steps:

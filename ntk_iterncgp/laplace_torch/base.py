@@ -420,14 +420,14 @@ class IterNCGPLaplace(Calibrating, Detecting, FittedNetwork):
                     raise ValueError("sigma_noise is expected for regression only; classification has no noise to set.")
                 self.sigma_noise = sigma_noise
             check_prior(self)
-        return self.log_likelihood - 0.5 * (self.log_det_ratio + self._misfit())
+        return super().log_likelihood - 0.5 * (self.log_det_ratio + self._misfit())
 
     def _misfit(self) -> Tensor:
-        """Return what the evidence charges the mean.
+        """Return what the evidence charges the mean, beside the loss of the fit.
 
         The prior's penalty of the weights; or, where the mean moves with the prior, bᵀ(K + W⁺)⁻¹b in the span of the
-        actions. At a classifier's mode the penalty is the same number less ∇ᵀW⁺∇, which may be of any size where data
-        are decided.
+        actions: what it has beyond is at most ‖r‖²/τ, for the residual r of the fit, which is the loss. At a
+        classifier's mode the penalty is the same number less ∇ᵀW⁺∇, which may be of any size where data are saturated.
         """
         if self.settings.mean == "network" or not follows_prior(self):
             return self.scatter
@@ -445,9 +445,9 @@ class IterNCGPLaplace(Calibrating, Detecting, FittedNetwork):
 
     @property
     def log_likelihood(self) -> Tensor:
-        """log p(y | f) of the training data."""
+        """log p(y | f) of the training data, at the predictive mean."""
         self._check_fitted()
-        return super().log_likelihood
+        return super().log_likelihood - 0.5 * (self._misfit() - self.scatter)
 
     @property
     def log_det_ratio(self) -> Tensor:
