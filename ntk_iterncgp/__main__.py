@@ -14,6 +14,7 @@ NEEDED = {
     "torchvision": "torchvision",
     "matplotlib": "matplotlib",
     "yaml": "PyYAML",
+    "jinja2": "Jinja2",
     "PIL": "pillow",
     "sklearn": "scikit-learn",
 }

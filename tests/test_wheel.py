@@ -99,6 +99,11 @@ def test_the_readme_runs_without_the_extra(bin_folder: Path, tmp_path: Path) -> 
     assert kinds == "IterNCGPAllLaplace NonConjugateGP (5, 3)"
 
 
+def test_the_template_of_the_report_is_installed(bin_folder: Path) -> None:
+    package = "lib/python*/site-packages/ntk_iterncgp"
+    assert [file.name for file in bin_folder.parent.glob(f"{package}/**/*.jinja")] == ["report.html.jinja"]
+
+
 @pytest.mark.parametrize("module", [*NEEDED, "gpytorch"])
 def test_no_module_of_the_extra_is_there(module: str, bin_folder: Path) -> None:
     assert f"No module named '{module}'" in run(bin_folder / "python", "-c", f"import {module}").stderr

@@ -240,6 +240,22 @@ def test_the_report_is_one_file_with_every_part(run: Path) -> None:
     assert text.count('class="card"') == 12 and "Most certain" in text and "Least certain" in text
     for heading in ("<h2>Results</h2>", "<h2>Figures</h2>", "<h2>Cost</h2>", "All settings of this run"):
         assert heading in text
+    assert "prefers-color-scheme: dark" in text
+
+
+@pytest.mark.cli
+def test_the_report_marks_the_best_of_each_column_and_no_line(run: Path) -> None:
+    text = (run / "report.html").read_text(encoding="utf-8")
+    methods = json.loads((run / "results.json").read_text(encoding="utf-8"))["methods"]
+    best = {
+        "accuracy": f"{100 * max(method['accuracy'] for method in methods):.2f} %",
+        "NLL": f"{min(method['nll'] for method in methods):.4f}",
+        "NLL probit": f"{min(method['probit']['nll'] for method in methods if method['probit']):.4f}",
+        "noise: FPR95": f"{min(method['ood']['noise']['entropy']['fpr95'] for method in methods):.3f}",
+    }
+    for heading, expected in best.items():
+        assert set(re.findall(rf'data-label="{heading}" class="best[^"]*">([^<]*)<', text)) == {expected}
+    assert "<tr>" in text and "<tr class" not in text
 
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -27,6 +27,7 @@ def results_table(comparison: RegressionComparison) -> Table:
             f"in {100 * level:.0f} %",
             lambda r: f"{100 * r.metrics.coverage[level]:.1f} %",
             f"The fraction of targets inside the central {100 * level:.0f} % interval: that fraction, if calibrated.",
+            lambda fractions: min(fractions, key=lambda fraction: abs(fraction - 100 * level)),
         )
 
     columns = [

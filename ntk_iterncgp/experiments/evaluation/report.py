@@ -42,11 +42,13 @@ def results_table(comparison: Comparison) -> Table:
             "NLL probit",
             lambda r: "–" if r.probit is None else f"{r.probit.nll:.4f}",
             "The NLL by the diagonal probit link, which ignores how the outputs go together, tuned for it.",
+            min,
         ),
         Column(
             "ECE probit",
             lambda r: "–" if r.probit is None else f"{r.probit.ece:.4f}",
             "The ECE by the diagonal probit link.",
+            min,
         ),
         Column(
             "tuned to",
@@ -121,9 +123,9 @@ def _ood_columns(name: str) -> list[Column]:
             f"How well entropy tells {name} from test inputs; one half is guessing.",
             max,
         ),
-        Column(f"{name}: epistemic", doubt, "The same by the doubt that more data would remove."),
-        Column(f"{name}: AUPR", by_entropy("aupr"), "Average precision of entropy."),
-        Column(f"{name}: FPR95", by_entropy("fpr95"), passing),
+        Column(f"{name}: epistemic", doubt, "The same by the doubt that more data would remove.", max),
+        Column(f"{name}: AUPR", by_entropy("aupr"), "Average precision of entropy.", max),
+        Column(f"{name}: FPR95", by_entropy("fpr95"), passing, min),
     ]
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
+ABSENT = ("", "–")  # where a method has no such number
 ROOM = 22  # characters of a heading and its value that fit in half the width of a phone
 
 
@@ -17,7 +17,7 @@ def number(value: float) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """`cell` turns a result into text; `pick` (max or min) says which of the numbers in it is the best."""
+    """`cell` turns a result into text; `pick` (max or min, say) takes the best of the numbers in it."""
 
     heading: str
     cell: Callable[[Any], str]
@@ -51,28 +51,22 @@ class Table:
         missing = [f"{label}: not available here. {why}" for label, why in self.missing.items()]
         return "\n".join([*lines, "", *sentences, *([""] if missing else []), *missing])
 
-    def html(self) -> str:
-        """The best of each column is marked. On a phone each method is a card, so cells know their heading."""
+    def rows(self) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
+        """Per method its label and, per column, heading, value, and CSS classes: on a phone each method is a card."""
         best = [self._best(column) for column in self.columns]
-        head = "".join(f"<th>{escape(column.heading)}</th>" for column in self.columns)
-        rows = []
-        for i, result in enumerate(self.results):
-            cells = [f"<td>{escape(result.label)}</td>"]
-            for column, winners in zip(self.columns, best, strict=True):
+        for result in self.results:
+            cells = []
+            for column, winner in zip(self.columns, best, strict=True):
                 value = column.cell(result)
                 is_long = len(column.heading) + len(value) > ROOM
-                kinds = " ".join(["best"] * (i in winners) + ["long"] * is_long + ["none"] * (value in ("", "–")))
-                marked = f' class="{kinds}"' if kinds else ""
-                cells.append(f'<td data-label="{escape(column.heading)}"{marked}>{escape(value)}</td>')
-            ours = ' class="ours"' if result.name == "ours" else ""
-            rows.append(f"<tr{ours}>{''.join(cells)}</tr>")
-        return (
-            f'<div class="frame"><table><thead><tr><th>method</th>{head}</tr></thead>'
-            f"<tbody>{''.join(rows)}</tbody></table></div>"
-        )
+                kinds = ["best"] * (value == winner) + ["long"] * is_long + ["none"] * (value in ABSENT)
+                cells.append((column.heading, value, " ".join(kinds)))
+            yield result.label, cells
 
-    def _best(self, column: Column) -> set[int]:
-        if column.pick is None:
-            return set()
-        numbers = [float(column.cell(result).removesuffix(" %")) for result in self.results]  # as they are shown
-        return {i for i, number in enumerate(numbers) if number == column.pick(numbers)}
+    def _best(self, column: Column) -> str | None:
+        """As it is shown, so that methods that cannot be told apart there are all the best."""
+        shown = [value for result in self.results if (value := column.cell(result)) not in ABSENT]
+        if column.pick is None or not shown:
+            return None
+        numbers = [float(value.removesuffix(" %")) for value in shown]
+        return shown[numbers.index(column.pick(numbers))]

@@ -99,7 +99,7 @@ def _finish_targets(setting: Setting, fitted: Fitted, about: dict[str, Any], tit
             results=table,
             others=None,
             panels=regression_report.panels(comparison, fitted.report),
-            pictures="",
+            pictures=(),
             costs=cost_table(comparison.results),
             cost_note=cost_note(_cost(setting), 0.0),
         ),
