@@ -28,9 +28,9 @@ import ntk_iterncgp  # noqa: F401  registers the flavours
 from ntk_iterncgp import NonConjugateGP, kernels, likelihoods
 from ntk_iterncgp.data.fixed_order import FixedOrderData
 from ntk_iterncgp.fitting.self_check import problems
+from ntk_iterncgp.jacobian import rows as rows_of_prior
 from ntk_iterncgp.persistence import checkpoint as checkpoint_module
 from ntk_iterncgp.persistence.checkpoint import Checkpoint
-from ntk_iterncgp.priors import rows as rows_of_prior
 from ntk_iterncgp.priors.gram import GramPrior
 from ntk_iterncgp.runtime import parallel
 from ntk_iterncgp.solver import State

@@ -48,7 +48,7 @@ from ntk_iterncgp.clusters.grouping import (
     next_directions,
 )
 from ntk_iterncgp.data.fixed_order import FixedOrderData, Inputs, slice_rows
-from ntk_iterncgp.jacobian.base import NetworkJacobian
+from ntk_iterncgp.jacobian.rows import NetworkJacobian
 from ntk_iterncgp.likelihoods.base import Likelihood
 from ntk_iterncgp.linalg.factor import (
     best_combinations,

@@ -26,7 +26,7 @@ from torch.nn.functional import one_hot
 
 from ntk_iterncgp.data.fixed_order import Inputs
 from ntk_iterncgp.jacobian.autograd import Jacobian
-from ntk_iterncgp.jacobian.base import NetworkJacobian
+from ntk_iterncgp.jacobian.rows import NetworkJacobian
 from ntk_iterncgp.likelihoods.base import Likelihood
 
 ITERATIONS = 5  # ten get nothing more

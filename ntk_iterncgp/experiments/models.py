@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from ntk_iterncgp.experiments.config import ModelConfig
 from ntk_iterncgp.experiments.progress import Say, reporting, silent
 from ntk_iterncgp.experiments.settings import ConfigError, nearest
-from ntk_iterncgp.jacobian.calling import as_outputs
+from ntk_iterncgp.jacobian.autograd import as_outputs
 
 RESNETS = {f"cifar_resnet{depth}": (depth - 2) // 6 for depth in (20, 32, 44, 56)}
 MAX_DEPTH = 1000

@@ -30,12 +30,12 @@ from ntk_iterncgp.fitting.network import (
 )
 from ntk_iterncgp.fitting.network_check import check_posterior, checked_passes, each_rows
 from ntk_iterncgp.fitting.report import FitReport, Record, from_table, to_table
+from ntk_iterncgp.jacobian.rows import curvature_diagonal, plan_trace
 from ntk_iterncgp.likelihoods.base import CurvatureAt
 from ntk_iterncgp.persistence.checkpoint import UNSAVED, CheckpointSession
 from ntk_iterncgp.persistence.fingerprint import batch_digests, checked_digests, data_fingerprint
 from ntk_iterncgp.posterior.merging import folded
 from ntk_iterncgp.posterior.weight_space import WeightPosterior
-from ntk_iterncgp.priors.rows import curvature_diagonal, plan_trace
 from ntk_iterncgp.runtime import parallel
 from ntk_iterncgp.solver.stopping import Status
 

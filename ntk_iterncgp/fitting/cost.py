@@ -37,10 +37,9 @@ from ntk_iterncgp.fitting.network import PRODUCT_EPOCHS, LinearisedNetwork, Netw
 from ntk_iterncgp.fitting.network_check import MAX_CHECKED_OUTPUTS, max_group_data
 from ntk_iterncgp.fitting.self_check import MIN_DATA, ROWS
 from ntk_iterncgp.jacobian.autograd import JVP_COLUMNS, Jacobian
-from ntk_iterncgp.jacobian.base import NetworkJacobian
+from ntk_iterncgp.jacobian.rows import NetworkJacobian, TracePlan, affordable_data, plan_trace, row_epochs
 from ntk_iterncgp.likelihoods.base import ANY_VARIANCE
 from ntk_iterncgp.linalg.factor import SLICE_BYTES, SLICE_COLUMNS, SLICE_ROWS, inner_products
-from ntk_iterncgp.priors.rows import TracePlan, affordable_data, plan_trace, row_epochs
 from ntk_iterncgp.runtime import parallel
 from ntk_iterncgp.runtime.memory import available_bytes, mebibytes, require_memory
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ntk_iterncgp.data.fixed_order import FirstBatch, FixedOrderData
 from ntk_iterncgp.fitting.drive import Budget
 from ntk_iterncgp.fitting.report import FitReport
-from ntk_iterncgp.jacobian.base import NetworkJacobian
+from ntk_iterncgp.jacobian.rows import NetworkJacobian
 from ntk_iterncgp.likelihoods.base import Likelihood
 from ntk_iterncgp.likelihoods.gaussian import Gaussian
 from ntk_iterncgp.likelihoods.softmax import Softmax

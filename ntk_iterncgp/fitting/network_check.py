@@ -34,11 +34,9 @@ from ntk_iterncgp.clusters.clusters import Clusters, Pass, checksum_vector
 from ntk_iterncgp.data.fixed_order import Inputs, slice_rows
 from ntk_iterncgp.fitting.network import LinearisedNetwork, NetworkSettings
 from ntk_iterncgp.fitting.self_check import ELSEWHERE, MIN_DATA, ROWS, SelfCheckError, refusal
-from ntk_iterncgp.jacobian.base import NetworkJacobian
-from ntk_iterncgp.jacobian.rows import Rows
+from ntk_iterncgp.jacobian.rows import FEW_NUMBERS, NetworkJacobian, Rows, affordable_data
 from ntk_iterncgp.linalg.factor import SLICE_ROWS, inner_products, rounding_noise, rows_at_once
 from ntk_iterncgp.posterior.weight_space import WeightPosterior
-from ntk_iterncgp.priors.rows import FEW_NUMBERS, affordable_data
 from ntk_iterncgp.runtime import parallel
 
 MARGIN = 500.0  # in units of rounding: a network amplifies it, and other batches are summed in another order

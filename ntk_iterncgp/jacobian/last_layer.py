@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ntk_iterncgp.data.fixed_order import Inputs
-from ntk_iterncgp.jacobian.base import NetworkJacobian
-from ntk_iterncgp.jacobian.rows import Contrasts, Rows, contrasts_at
+from ntk_iterncgp.jacobian.rows import Contrasts, NetworkJacobian, Rows, contrasts_at
 
 
 class LastLayerJacobian(NetworkJacobian):

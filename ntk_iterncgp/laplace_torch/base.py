@@ -19,8 +19,7 @@ from ntk_iterncgp.data.fixed_order import Inputs, slice_rows
 from ntk_iterncgp.fitting.cluster_run import ClusterState, unfolded
 from ntk_iterncgp.fitting.network import NetworkFit
 from ntk_iterncgp.jacobian.autograd import SMALL_NETWORK
-from ntk_iterncgp.jacobian.base import NetworkJacobian
-from ntk_iterncgp.jacobian.rows import Contrasts, DenseRows, Rows
+from ntk_iterncgp.jacobian.rows import Contrasts, DenseRows, NetworkJacobian, Rows
 from ntk_iterncgp.laplace_torch.calibration import Calibrating
 from ntk_iterncgp.laplace_torch.detector import Detecting
 from ntk_iterncgp.laplace_torch.fitting import FittedNetwork

@@ -22,9 +22,8 @@ from ntk_iterncgp.fitting.drive import Budget
 from ntk_iterncgp.fitting.network import LinearisedNetwork, NetworkFit, NetworkSettings
 from ntk_iterncgp.fitting.newton_fit import fit_by_products, refine_by_products
 from ntk_iterncgp.fitting.report import FitReport
-from ntk_iterncgp.jacobian.autograd import SMALL_NETWORK
-from ntk_iterncgp.jacobian.base import NetworkJacobian
-from ntk_iterncgp.jacobian.calling import unwrapped
+from ntk_iterncgp.jacobian.autograd import SMALL_NETWORK, unwrapped
+from ntk_iterncgp.jacobian.rows import NetworkJacobian
 from ntk_iterncgp.laplace_torch.hyperparameters import check_hyperparameters
 from ntk_iterncgp.laplace_torch.updating import (
     PartialFit,

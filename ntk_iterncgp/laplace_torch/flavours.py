@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ntk_iterncgp.data.fixed_order import FirstBatch, FixedOrderData, Inputs, Probe, slice_rows, to_device
-from ntk_iterncgp.jacobian.autograd import Jacobian, derivative_dtype
-from ntk_iterncgp.jacobian.base import NetworkJacobian
-from ntk_iterncgp.jacobian.calling import arguments, as_outputs
+from ntk_iterncgp.jacobian.autograd import Jacobian, arguments, as_outputs, derivative_dtype
 from ntk_iterncgp.jacobian.last_layer import LastLayerJacobian
+from ntk_iterncgp.jacobian.rows import NetworkJacobian
 from ntk_iterncgp.laplace_torch.base import IterNCGPLaplace
 from ntk_iterncgp.laplace_torch.hyperparameters import CheckedHyperparameters
 from ntk_iterncgp.runtime.threads import exclusively

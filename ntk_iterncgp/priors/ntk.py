@@ -13,11 +13,17 @@ import torch
 from torch import Tensor
 
 from ntk_iterncgp.data.fixed_order import FixedOrderData, Inputs, slice_rows
-from ntk_iterncgp.jacobian.base import NetworkJacobian
+from ntk_iterncgp.jacobian.rows import (
+    NetworkJacobian,
+    affordable_data,
+    curvature_diagonal,
+    in_parts,
+    plan_trace,
+    rows_of_data,
+)
 from ntk_iterncgp.likelihoods.base import CurvatureAt
 from ntk_iterncgp.linalg.columns import Buffer, Columns, DenseColumns, Images, Weight
 from ntk_iterncgp.priors.base import AtInputs, Prior
-from ntk_iterncgp.priors.rows import affordable_data, curvature_diagonal, in_parts, plan_trace, rows_of_data
 from ntk_iterncgp.runtime import parallel
 
 

@@ -16,11 +16,11 @@ from ntk_iterncgp.clusters import clusters, grouping
 from ntk_iterncgp.clusters.grouping import along, group, groups_for, most_curved
 from ntk_iterncgp.fitting import cluster_run
 from ntk_iterncgp.fitting.cluster_run import unfolded
+from ntk_iterncgp.jacobian import rows as rows_of_prior
 from ntk_iterncgp.jacobian.rows import DenseRows
 from ntk_iterncgp.likelihoods import Softmax
 from ntk_iterncgp.linalg import factor
 from ntk_iterncgp.linalg.factor import independent_columns
-from ntk_iterncgp.priors import rows as rows_of_prior
 from tests.clusters_helpers import PRIOR_PRECISION, digits, joint_variance, make_net
 from tests.laplace_helpers import MLP, ONE, SEVERAL, close, fitted, full_laplace, near_and_far, not_below, written_out
 from tests.network_cases import NetworkCase, dense_jacobian

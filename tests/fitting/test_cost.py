@@ -29,7 +29,7 @@ import torch
 from laplace import Laplace
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from ntk_iterncgp.priors import rows as rows_room
+from ntk_iterncgp.jacobian import rows as rows_room
 
 def status(name):
     with open("/proc/self/status") as file:

@@ -13,12 +13,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ntk_iterncgp import likelihoods
 from ntk_iterncgp.data.fixed_order import FixedOrderData
+from ntk_iterncgp.jacobian import rows as rows_of_prior
 from ntk_iterncgp.jacobian.autograd import Jacobian
-from ntk_iterncgp.jacobian.base import NetworkJacobian
 from ntk_iterncgp.jacobian.last_layer import LastLayerJacobian
+from ntk_iterncgp.jacobian.rows import NetworkJacobian
 from ntk_iterncgp.likelihoods.base import CurvatureAt
 from ntk_iterncgp.linalg.columns import Buffer, DenseColumns
-from ntk_iterncgp.priors import rows as rows_of_prior
 from ntk_iterncgp.priors.ntk import NTKPrior, sweep_outputs
 from ntk_iterncgp.runtime.threads import evaluating
 from tests import oracles

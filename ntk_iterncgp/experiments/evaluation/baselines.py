@@ -30,8 +30,7 @@ from ntk_iterncgp.experiments.evaluation.families import Downdated, Family, Spec
 from ntk_iterncgp.experiments.evaluation.valla import fit_valla
 from ntk_iterncgp.experiments.progress import Progress
 from ntk_iterncgp.jacobian.autograd import Jacobian
-from ntk_iterncgp.jacobian.rows import DenseRows
-from ntk_iterncgp.priors.rows import in_parts
+from ntk_iterncgp.jacobian.rows import DenseRows, in_parts
 from ntk_iterncgp.runtime.threads import evaluating
 
 CHUNK_BYTES = 256 * 2**20

@@ -20,7 +20,7 @@ from ntk_iterncgp.experiments.datasets import labels_of
 from ntk_iterncgp.experiments.evaluation.stopwatch import Stopwatch
 from ntk_iterncgp.experiments.runs.flavour import make_flavour
 from ntk_iterncgp.experiments.settings import ConfigError
-from ntk_iterncgp.jacobian.calling import as_outputs
+from ntk_iterncgp.jacobian.autograd import as_outputs
 from ntk_iterncgp.persistence.checkpoint import Checkpoint, open_session
 from ntk_iterncgp.persistence.files import write_atomically
 from ntk_iterncgp.persistence.fingerprint import data_digests

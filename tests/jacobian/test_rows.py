@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from ntk_iterncgp import likelihoods
 from ntk_iterncgp.data.fixed_order import FixedOrderData
 from ntk_iterncgp.fitting import cluster_run, cost
+from ntk_iterncgp.jacobian import rows as rows_of_prior
 from ntk_iterncgp.jacobian.autograd import Jacobian
 from ntk_iterncgp.likelihoods.base import CurvatureAt
 from ntk_iterncgp.priors import ntk
-from ntk_iterncgp.priors import rows as rows_of_prior
 from ntk_iterncgp.priors.ntk import NTKPrior
 from tests import oracles
 from tests.clusters_helpers import digits, make_net
