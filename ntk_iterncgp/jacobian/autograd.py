@@ -173,8 +173,8 @@ class Jacobian(NetworkJacobian):
             return self._gradients(outputs, leaves, cotangents[..., None], retain_graph=True)[:, 0]
 
         with torch.no_grad():
-            one = self._proven(some, C, 1, pull_back)
-            two = self._proven(slice_rows(some, turned, len(turned)), C, 2, lambda c: pull_back(c.flip(0)))
+            one = self._proven(some, outputs.shape, 1, pull_back)
+            two = self._proven(slice_rows(some, turned, len(turned)), outputs.shape, 2, lambda c: pull_back(c.flip(0)))
         if one is None or two is None:
             self._places = None
             return
@@ -183,16 +183,16 @@ class Jacobian(NetworkJacobian):
         self._numbers_per_output = -(-numbers // one.outputs.numel())
 
     def _proven(
-        self, x: Inputs, num_outputs: int, number: int, pull_back: Callable[[Tensor], Tensor]
+        self, x: Inputs, shape: torch.Size, number: int, pull_back: Callable[[Tensor], Tensor]
     ) -> LayerRows | None:
         """Return rows by layers of random combinations of the outputs, if reverse mode agrees.
 
         For a thousand outputs it is as cheap as for one, and none of them can be wrong alone.
         """
         generator = torch.Generator().manual_seed(number)
-        contrasts = torch.randn(num_outputs, number, generator=generator, dtype=torch.float64)
+        contrasts = torch.randn(shape[1], number, generator=generator, dtype=torch.float64)
         contrasts = contrasts.to(self.device, self.dtype)
-        rows = self._rows_by_layers(x, contrasts)
+        rows = self._rows_by_layers(x, shape[0], contrasts)
         return rows if rows is not None and rows.agrees_with(lambda c: pull_back(c @ contrasts.T)) else None
 
     def bytes_per_row(self, num_outputs: int) -> int:
@@ -205,7 +205,7 @@ class Jacobian(NetworkJacobian):
     def rows(self, x: Inputs, num_rows: int, contrasts: Contrasts | None = None) -> Rows:
         if not torch.is_grad_enabled():
             self.prepare(x, num_rows)
-            found = None if self._places is None else self._rows_by_layers(x, contrasts)
+            found = None if self._places is None else self._rows_by_layers(x, num_rows, contrasts)
             if found is not None:
                 return found
             self._places = None  # nor for other data, so that their memory is counted as it will be
@@ -214,7 +214,7 @@ class Jacobian(NetworkJacobian):
             outputs = self.forward(x)
             return DenseRows(outputs, self._pulled_back(x, num_rows, contrasts_at(contrasts, outputs)))
 
-    def _rows_by_layers(self, x: Inputs, contrasts: Contrasts | None) -> LayerRows | None:
+    def _rows_by_layers(self, x: Inputs, num_rows: int, contrasts: Contrasts | None) -> LayerRows | None:
         assert self._places is not None
         leaves = self._leaves()
         source = x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else None
@@ -225,6 +225,7 @@ class Jacobian(NetworkJacobian):
                 source,
                 self._places,
                 leaves,
+                num_rows,
                 contrasts,
             )
 

@@ -243,6 +243,110 @@ class Convolution(Contraction):
         return WrittenOut(self.matrix)
 
 
+class Lookup(Block):
+    """Σ_t g e_v(t)ᵀ: the weights of an embedding, of which each datum reads T rows. Never written out for a product.
+
+    h_t = Σ_s [v(s) = v(t)] g_s is the derivative by the row that place t reads, so J Jᵀ = Σ_t g_t h_tᵀ.
+    """
+
+    def __init__(self, cotangents: Tensor, rows: Tensor, num_rows: int) -> None:
+        self.cotangents, self.rows, self.num_rows = cotangents, rows, num_rows  # g (b, C, T, D), v (b, T), V
+
+    @property
+    def matrix(self) -> Tensor:
+        b, C, _, D = self.cotangents.shape
+        written = self.cotangents.new_zeros(b, C, self.num_rows, D)
+        places = self.rows[:, None, :, None].expand_as(self.cotangents)
+        return written.scatter_add_(2, places, self.cotangents).flatten(2)
+
+    @property
+    def num_held(self) -> int:
+        return self.cotangents.numel()
+
+    @property
+    def num_needed(self) -> int:
+        b, C, _, D = self.cotangents.shape
+        return 2 * b * C * self.num_rows * D  # where each weight has a prior of its own
+
+    def in_dtype(self, dtype: torch.dtype) -> Block:
+        return Lookup(self.cotangents.to(dtype), self.rows, self.num_rows)
+
+    def formed(self, space: Tensor) -> Block:
+        return self
+
+    def times(self, weights: Tensor) -> Tensor:
+        read = weights.unflatten(0, (self.num_rows, -1))[self.rows]  # (b, T, D, k)
+        product: Tensor = self.cotangents.flatten(2) @ read.flatten(1, 2)
+        return product
+
+    def pull_back(self, cotangent: Tensor) -> Tensor:
+        combined = torch.einsum("bc,bctd->btd", cotangent, self.cotangents).flatten(0, 1)
+        return (
+            combined.new_zeros(self.num_rows, combined.shape[1]).index_add_(0, self.rows.flatten(), combined).flatten()
+        )
+
+    def gram(self) -> Tensor:
+        return self.cotangents.flatten(2) @ self._per_row().flatten(2).mT
+
+    def curvature_diagonal(self, weight: Tensor) -> Tensor:
+        h = self._per_row()
+        return self._summed((torch.einsum("bce,betd->bctd", weight, h) * self.cotangents).sum(1))
+
+    def _summed(self, each: Tensor) -> Tensor:  # (b, T, D) -> (P_l,)
+        table = each.new_zeros(self.num_rows, each.shape[2])
+        return table.index_add_(0, self.rows.flatten(), each.flatten(0, 1)).flatten()
+
+    def _per_row(self) -> Tensor:  # h (b, C, T, D)
+        same = (self.rows[:, :, None] == self.rows[:, None]).to(self.cotangents)  # (b, T, T)
+        return same[:, None] @ self.cotangents
+
+
+class Transposed(Block):
+    """The rows of a weight matrix (K, O) that is stored as the transpose of a linear layer's."""
+
+    def __init__(self, block: Block, shape: tuple[int, int]) -> None:
+        self.block, self.shape = block, shape  # of (O, K), and (K, O)
+
+    @property
+    def matrix(self) -> Tensor:
+        matrix: Tensor = self.block.matrix.unflatten(2, self.shape[::-1])
+        return matrix.mT.flatten(2)
+
+    @property
+    def num_held(self) -> int:
+        return self.block.num_held
+
+    @property
+    def num_needed(self) -> int:
+        return self.block.num_needed
+
+    @property
+    def size(self) -> int:
+        return self.block.size
+
+    def in_dtype(self, dtype: torch.dtype) -> Block:
+        return Transposed(self.block.in_dtype(dtype), self.shape)
+
+    def formed(self, space: Tensor) -> Block:
+        return Transposed(self.block.formed(space), self.shape)
+
+    def times(self, weights: Tensor) -> Tensor:
+        return self.block.times(weights.unflatten(0, self.shape).transpose(0, 1).flatten(0, 1))
+
+    def pull_back(self, cotangent: Tensor) -> Tensor:
+        return self._transposed(self.block.pull_back(cotangent))
+
+    def gram(self) -> Tensor:
+        return self.block.gram()
+
+    def curvature_diagonal(self, weight: Tensor) -> Tensor:
+        return self._transposed(self.block.curvature_diagonal(weight))
+
+    def _transposed(self, vector: Tensor) -> Tensor:  # (P_l,)
+        matrix: Tensor = vector.unflatten(0, self.shape[::-1])
+        return matrix.T.flatten()
+
+
 def patches(layer: nn.Conv2d, inputs: Tensor) -> Tensor:  # (b, I, H, W) -> (b, K, T)
     """What a convolution sees at each place. As `unfold`, which takes eight times as long on a CPU."""
     assert not isinstance(layer.padding, str)

@@ -24,11 +24,20 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import functional as F
 
-from ntk_iterncgp.jacobian.blocks import Block, Contraction, Convolution, Outer, WrittenOut, patches
+from ntk_iterncgp.jacobian.blocks import (
+    Block,
+    Contraction,
+    Convolution,
+    Lookup,
+    Outer,
+    Transposed,
+    WrittenOut,
+    patches,
+)
 from ntk_iterncgp.jacobian.rows import Contrasts, DenseRows, Rows, contrasts_at, curvature_blocks
 
-APPLIED = (nn.Linear, nn.Conv2d)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+NORMS = (*BATCH_NORMS, nn.LayerNorm)
 
 
 class LayerRows(Rows):
@@ -133,7 +142,14 @@ def _is_plain(layer: nn.Module | None, place: str) -> bool:
         return layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
     if type(layer) in BATCH_NORMS:
         return getattr(layer, "running_mean", None) is not None
-    return type(layer) in (nn.Linear, nn.LayerNorm)
+    if type(layer) is nn.Embedding:
+        return layer.max_norm is None and not layer.scale_grad_by_freq and not layer.sparse
+    return type(layer) in (nn.Linear, nn.LayerNorm) or _is_transposed(layer)
+
+
+def _is_transposed(layer: nn.Module | None) -> bool:
+    """Whether it is the linear layer of GPT-2, whose weights are those of `nn.Linear` transposed."""
+    return type(layer).__module__ == "transformers.pytorch_utils" and type(layer).__name__ == "Conv1D"
 
 
 def aliases_of(model: nn.Module, chosen: Mapping[str, Tensor]) -> dict[str, list[str]]:
@@ -161,6 +177,7 @@ class Call(NamedTuple):
 
     inputs: Tensor
     shape: torch.Size  # of what came out
+    dtype: torch.dtype
     edge: GradientEdge  # where the derivative by that is to be had, also if it is overwritten later
     before: Node | None  # what made the inputs, if they have a derivative
 
@@ -171,6 +188,7 @@ def layer_rows(
     source: Tensor | None,
     places: Mapping[str, tuple[str, str]],
     leaves: Mapping[str, Tensor],
+    num_rows: int,
     contrasts: Contrasts | None = None,
 ) -> LayerRows | None:
     """The rows at the inputs that `forward` puts through the model, or None where they cannot be had this way.
@@ -180,7 +198,7 @@ def layer_rows(
     """
     modules = dict(model.named_modules())
     layers = {owner: modules[owner] for owner, _ in places.values()}
-    outputs, calls = _watched(layers, forward)
+    outputs, calls = _watched(layers, forward, num_rows)
     seen, b = dict(calls), len(outputs)
     if len(calls) != len(layers) or len(seen) != len(layers):
         return None  # called twice, never, or as a constant
@@ -189,7 +207,7 @@ def layer_rows(
     if _goes_round(outputs, leaves.values(), seen.values()):
         return None
     sizes = [leaf.numel() for leaf in leaves.values()]
-    activations = sum(call.shape.numel() for owner, call in seen.items() if isinstance(layers[owner], APPLIED))
+    activations = sum(call.shape.numel() for owner, call in seen.items() if not isinstance(layers[owner], NORMS))
     if activations > 2 * b * sum(sizes):  # more memory than the rows themselves are granted
         return None
     cotangents = contrasts_at(contrasts, outputs).unbind(-1)  # r of (C,), or (b, C)
@@ -200,7 +218,9 @@ def layer_rows(
     return LayerRows(outputs.detach(), len(cotangents), blocks, sizes)
 
 
-def _watched(layers: Mapping[str, nn.Module], forward: Callable[[], Tensor]) -> tuple[Tensor, list[tuple[str, Call]]]:
+def _watched(
+    layers: Mapping[str, nn.Module], forward: Callable[[], Tensor], num_rows: int
+) -> tuple[Tensor, list[tuple[str, Call]]]:
     """A forward pass: the outputs, and the calls of the layers in their order."""
     calls: list[tuple[str, Call]] = []
 
@@ -208,9 +228,11 @@ def _watched(layers: Mapping[str, nn.Module], forward: Callable[[], Tensor]) -> 
         x = (*inputs, *named.values())[0]  # a model may call its layers by keyword
         if isinstance(layer, BATCH_NORMS) and not layer.training and len(layer._forward_hooks) == 1:  # this one
             output = _affine(layer, x)
+        if isinstance(layer, nn.Embedding) and len(x) == 1 < num_rows:  # of positions, the same for all data
+            x, output = x.expand(num_rows, *x.shape[1:]), output.expand(num_rows, *output.shape[1:])
         if output.requires_grad:  # else the model holds this layer for constant
             before = get_gradient_edge(x).node if x.requires_grad else None
-            calls.append((owner, Call(x.detach(), output.shape, get_gradient_edge(output), before)))
+            calls.append((owner, Call(x.detach(), output.shape, output.dtype, get_gradient_edge(output), before)))
         return output
 
     with ExitStack() as stack:
@@ -305,11 +327,11 @@ class Places(Kept):
 
     def __init__(self, layer: nn.Module, call: Call, num_outputs: int) -> None:
         self.layer, self.inputs, self.out = layer, call.inputs, call.shape[2:]
-        is_linear = isinstance(layer, nn.Linear)
-        b, channels = call.shape[0], call.shape[-1 if is_linear else 1]
+        channels_last = not isinstance(layer, nn.Conv2d)
+        b, channels = call.shape[0], call.shape[-1 if channels_last else 1]
         places = call.shape[1:].numel() // channels
-        self.cotangents = call.inputs.new_empty(b, num_outputs, channels, places)  # (b, C, O, T)
-        as_output = self.cotangents.mT if is_linear else self.cotangents
+        self.cotangents = call.inputs.new_empty(b, num_outputs, channels, places, dtype=call.dtype)  # (b, C, O, T)
+        as_output = self.cotangents.mT if channels_last else self.cotangents
         self.slots = as_output.view(b, num_outputs, *call.shape[1:]).unbind(1)
 
     def take(self, c: int, gradient: Tensor) -> None:
@@ -322,9 +344,19 @@ class Places(Kept):
             if Convolution.pays(self.inputs, self.cotangents.shape[3]):
                 return Convolution(self.cotangents, self.layer, self.inputs, self.out)
             return Contraction(self.cotangents, partial(patches, self.layer, self.inputs), self.layer.weight[0].numel())
+        if isinstance(self.layer, nn.Embedding):
+            rows, padding = (
+                self.inputs.flatten(1) if self.inputs.ndim > 1 else self.inputs[:, None],
+                self.layer.padding_idx,
+            )
+            read = self.cotangents.mT if padding is None else self.cotangents.mT * (rows != padding)[:, None, :, None]
+            return Lookup(read, rows, self.layer.num_embeddings)
         if self.inputs.ndim == 2:
-            return Outer(self.cotangents[..., 0], self.inputs)
-        return Contraction(self.cotangents, lambda: self.inputs.flatten(1, -2).mT, self.inputs.shape[-1])
+            linear: Block = Outer(self.cotangents[..., 0], self.inputs)
+        else:
+            linear = Contraction(self.cotangents, lambda: self.inputs.flatten(1, -2).mT, self.inputs.shape[-1])
+        shape = self.inputs.shape[-1], self.cotangents.shape[2]
+        return Transposed(linear, shape) if _is_transposed(self.layer) else linear
 
 
 class Sums(Kept):
@@ -352,4 +384,4 @@ class Sums(Kept):
 
 
 def _kept(layer: nn.Module, call: Call, num_outputs: int) -> Kept:
-    return (Places if isinstance(layer, APPLIED) else Sums)(layer, call, num_outputs)
+    return (Sums if isinstance(layer, NORMS) else Places)(layer, call, num_outputs)

@@ -205,7 +205,12 @@ class IterNCGPLastLayerLaplace(CheckedHyperparameters, IterNCGPLaplace):
 
     def _with_features(self, x: Inputs) -> tuple[Tensor, Tensor]:  # (b, C), (b, D)
         outputs, features = self.extractor.forward_with_features(x)
-        return as_outputs(outputs), features.reshape(-1, self._layer.in_features)
+        outputs = as_outputs(outputs)
+        if features.ndim == 3 and len(features) == len(outputs):  # a head at each token, of which one is returned
+            logits = nn.functional.linear(features, self._layer.weight, self._layer.bias)
+            distance = (logits - outputs[:, None]).abs().amax(2)
+            features = features[torch.arange(len(features), device=features.device), distance.argmin(1)]
+        return outputs, features.reshape(-1, self._layer.in_features)
 
     def _jacobian_at(self, x: Inputs) -> tuple[NetworkJacobian, Inputs]:
         jacobian = LastLayerJacobian(self._layer, dtype=self.posterior.images.dtype)

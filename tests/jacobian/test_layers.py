@@ -91,10 +91,23 @@ class ByKeyword(Residual):
         return self.head(input=self.last_norm(input=self.second(input=h).flatten(1)))
 
 
+class Embedded(nn.Module):
+    """Words, of which some come twice and one is padding, and positions, which are looked up once for all data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(5, 4, padding_idx=0), nn.Embedding(6, 4)
+        self.kind, self.head = nn.Embedding(5, 4), Tokens()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.words(x) * self.kind(x[:, 0])[:, None] + self.places(torch.arange(6)[None]))
+
+
 PLAIN: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (lambda: nn.Sequential(nn.Linear(4, 5), nn.ReLU(inplace=True), nn.Linear(5, 3, bias=False)), (4,)),
     "batch norm": (lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)), (4,)),
     "tokens": (Tokens, (6, 4)),
+    "embeddings": (Embedded, (6,)),
     "residual": (Residual, (2, 6, 6)),
     "normed": (Normed, (2, 7, 5)),
     "overwritten": (Overwritten, (6, 4)),
@@ -199,6 +212,8 @@ def prepared(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> tuple[nn.
         if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
             module.running_mean.normal_()
             module.running_var.uniform_(0.5, 2.0)
+    if isinstance(model, Embedded):
+        return model.eval(), torch.randint(5, (NUM_INPUTS, *shape))
     return model.eval(), torch.randn(NUM_INPUTS, *shape, dtype=torch.float64)
 
 

@@ -17,7 +17,7 @@ peft = pytest.importorskip("peft", reason="needs peft (extra `dev`)")
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:This model cannot be vectorised:UserWarning"),
+    pytest.mark.filterwarnings("error:This model cannot be vectorised:UserWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning:transformers"),
     pytest.mark.filterwarnings("ignore:fan_in_fan_out is set:UserWarning"),
 ]
@@ -141,7 +141,7 @@ def test_a_batch_is_handed_over_by_name_and_the_variance_is_exact(
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
 
 
-@pytest.mark.parametrize("name", ["bert", "distilbert, LoRA", "vit"])
+@pytest.mark.parametrize("name", ["bert", "distilbert, LoRA", "vit", "gpt2"])  # the last with the head at each token
 def test_the_last_layer_of_a_model_that_takes_names(name: str) -> None:
     make, kind = MODELS[name]
     torch.manual_seed(0)
@@ -157,9 +157,16 @@ def test_the_last_layer_of_a_model_that_takes_names(name: str) -> None:
         torch.testing.assert_close(la._glm_predictive_distribution(batch)[0], model(**named).logits)
 
 
-def test_a_last_layer_at_many_places_is_refused_with_advice() -> None:
-    torch.manual_seed(0)
-    la = Laplace(gpt2().eval(), "classification", "last_layer", "iterncgp")
+def test_a_last_layer_whose_places_are_mixed_is_refused_with_advice() -> None:
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(VOCABULARY, 4), nn.Linear(4, NUM_CLASSES)
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+            return self.head(self.embed(input_ids)).mean(1)
+
+    la = Laplace(Mean(), "classification", "last_layer", "iterncgp")
     with pytest.raises(ValueError, match="feature_reduction"):
         la.fit(DataLoader(Sentences(), batch_size=4))
 
