@@ -1,7 +1,7 @@
 """Policies choose the next actions: any callable from a state to a block of columns (n, k) is one.
 
     unit                Π e_i, datum after datum                       a subset of the data
-    residual            Π r                                            conjugate gradients on K + W⁺ (the paper's)
+    residual            Π r, later Π (K + W⁺) s                        conjugate gradients on K + W⁺ (the paper's)
     curvature_residual  W r = ∇ + W(g − K v) − v, later W K s          conjugate gradients on I + W^{½}KW^{½}
     random_subspace     W (Σ W)ᵖ ξ, Σ the current covariance           blocks that contract the variance
 
@@ -25,22 +25,35 @@ CONVERGED, CONVERGED_IN_FLOAT32 = 1e-6, 1e-5
 
 
 def residual(state: State) -> Tensor:  # (n, 1)
-    """Propose Π r, the residual of the linear system."""
-    return state.residual[:, None]
+    """Propose Π r, the residual of the linear system; once that has converged, (K + W⁺) s of the latest action."""
+    latest = _latest_if_converged(state)
+    if latest is None:
+        return state.residual[:, None]
+    problem = state.problem
+    noise = problem.noise(state.latent, state.buffer.actions.combine(latest))
+    return problem.prior.lift(state.buffer.images).combine(latest) + noise
 
 
 def curvature_residual(state: State) -> Tensor:  # (n, 1)
-    """Propose W r; once the solution has converged, W K s of the latest action.
+    """Propose W r; once the solution has converged, W K s of the latest action."""
+    latest = _latest_if_converged(state)
+    if latest is None:
+        return state.curvature_residual[:, None]
+    return state.problem.curvature(state.latent, state.problem.prior.lift(state.buffer.images).combine(latest))
 
-    In exact arithmetic both add the same direction to the Krylov space. Of a residual that is nearly zero only rounding
-    is left, which differs from one order of summation to the next and contracts the variance less.
+
+def _latest_if_converged(state: State) -> Tensor | None:  # (B, 1)
+    """The coefficients of the latest action, once the residual is nearly zero.
+
+    In exact arithmetic the image of that action adds the same direction to the Krylov space. Of the residual only
+    rounding is left, which differs from one order of summation to the next and contracts the variance less.
     """
     converged = CONVERGED if state.buffer.images.dtype == torch.float64 else CONVERGED_IN_FLOAT32
     if state.buffer.size == 0 or not state.relative_residual <= converged:
-        return state.curvature_residual[:, None]
+        return None
     latest = torch.zeros(state.buffer.size, 1, dtype=torch.float64, device=state.latent.device)
     latest[-1] = 1.0
-    return state.problem.curvature(state.latent, state.problem.prior.lift(state.buffer.images).combine(latest))
+    return latest
 
 
 class Unit:

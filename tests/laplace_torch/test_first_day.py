@@ -279,6 +279,20 @@ def test_products_in_a_float32_model_find_what_they_find_in_float64(policy: str)
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=0)
 
 
+def test_residuals_that_are_rounding_are_no_actions() -> None:
+    """K of a linear layer has few eigenvalues: after six actions the mean is found, and four more were of rounding."""
+    torch.manual_seed(29)
+    task = Task(nn.Linear(5, 2), torch.randn(60, 5), torch.randn(60, 2), 2 * torch.randn(25, 5), classification=False)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        la = task.laplace(
+            dtype, policy="residual", mean="refined", num_actions=10, sigma_noise=0.011, prior_precision=0.14
+        )
+        la.fit(task.loader(dtype))
+        found.append(variances(la, task.new.to(dtype)))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=0)
+
+
 @pytest.mark.parametrize("policy", ["random_subspace", "unit", "curvature_residual"])
 def test_the_evidence_of_a_refined_regression_is_a_lower_bound_with_any_actions(policy: str) -> None:
     """What bᵀ(K + σ²I)⁻¹b has beyond the actions was left out: random ones were 320 000 nats too sure."""
