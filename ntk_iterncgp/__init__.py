@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ntk_iterncgp import kernels, likelihoods
-    from ntk_iterncgp.fitting.report import FitReport
-    from ntk_iterncgp.fitting.self_check import SelfCheckError
+    from ntk_iterncgp.fitting.report import FitReport, SelfCheckError
     from ntk_iterncgp.gp import NonConjugateGP
     from ntk_iterncgp.laplace_torch import IterNCGPAllLaplace, IterNCGPLastLayerLaplace
     from ntk_iterncgp.persistence.checkpoint import Checkpoint
@@ -45,7 +44,7 @@ _DEFINED_IN = {
     "IterNCGPAllLaplace": "laplace_torch",
     "IterNCGPLastLayerLaplace": "laplace_torch",
     "NonConjugateGP": "gp",
-    "SelfCheckError": "fitting.self_check",
+    "SelfCheckError": "fitting.report",
 }
 
 

@@ -25,7 +25,7 @@ from laplace.utils.enums import Likelihood
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from ntk_iterncgp.gp import NonConjugateGP
+from ntk_iterncgp.gp.non_conjugate import NonConjugateGP
 from ntk_iterncgp.laplace_torch import IterNCGPAllLaplace, IterNCGPLastLayerLaplace
 from ntk_iterncgp.likelihoods import Gaussian
 

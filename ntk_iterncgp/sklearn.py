@@ -32,7 +32,7 @@ except ImportError as error:
         "ntk_iterncgp.sklearn needs scikit-learn 1.6 or later: pip install 'ntk-iterncgp[sklearn]'."
     ) from error
 
-from ntk_iterncgp.gp import NonConjugateGP
+from ntk_iterncgp.gp.non_conjugate import NonConjugateGP
 from ntk_iterncgp.kernels import Kernel, Matern52
 from ntk_iterncgp.likelihoods import Bernoulli, Gaussian, Likelihood, Poisson, Softmax
 

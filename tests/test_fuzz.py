@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ntk_iterncgp
 from ntk_iterncgp import NonConjugateGP, kernels, likelihoods
-from ntk_iterncgp.fitting.self_check import SelfCheckError
+from ntk_iterncgp.fitting.report import SelfCheckError
 from tests import oracles
 from tests.clusters_helpers import Stream
 from tests.network_cases import dense_jacobian, outputs_of

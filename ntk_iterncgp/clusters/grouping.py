@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from ntk_iterncgp.data.fixed_order import Inputs
-from ntk_iterncgp.jacobian.autograd import Jacobian
 from ntk_iterncgp.jacobian.rows import NetworkJacobian
 from ntk_iterncgp.likelihoods.base import Likelihood
 
@@ -111,7 +110,7 @@ def batch_features(jacobian: NetworkJacobian) -> Iterator[Callable[[Inputs, Tens
     latest: list[Tensor] = []
     projections: dict[int, Tensor] = {}
     warned, thread = False, threading.get_ident()  # another thread may be using the model too
-    model = jacobian.model if isinstance(jacobian, Jacobian) else nn.Identity()
+    model = jacobian.model
 
     def remember(module: nn.Module, inputs: tuple[Inputs, ...], named: dict[str, Inputs]) -> None:
         given = (*inputs, *named.values())  # a model may call its layers by keyword
@@ -120,7 +119,7 @@ def batch_features(jacobian: NetworkJacobian) -> Iterator[Callable[[Inputs, Tens
 
     def features_of(x: Inputs, outputs: Tensor) -> Tensor:
         nonlocal warned
-        if not isinstance(jacobian, Jacobian):  # of a last layer, whose inputs these are
+        if model is None:  # a last layer, whose inputs these are
             found: Tensor = x
         elif latest and latest[0].ndim > 1 and len(latest[0]) == len(outputs):
             found = latest.pop()
@@ -144,7 +143,7 @@ def batch_features(jacobian: NetworkJacobian) -> Iterator[Callable[[Inputs, Tens
             projections[size] = drawn.to(found.device)
         return found.float() @ projections[size]
 
-    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    linear = [] if model is None else [module for module in model.modules() if isinstance(module, nn.Linear)]
     hooks = [module.register_forward_pre_hook(remember, with_kwargs=True) for module in linear]
     try:
         yield features_of

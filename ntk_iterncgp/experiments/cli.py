@@ -77,7 +77,7 @@ def _explained(error: BaseException) -> tuple[int | None, str]:
     if isinstance(error, OSError):  # a full disk, a folder that went away
         where = f" '{error.filename}'" if error.filename else ""
         return FAILURE, f"ntk-iterncgp: cannot read or write{where} ({error.strerror or error})."
-    from ntk_iterncgp.fitting.self_check import SelfCheckError
+    from ntk_iterncgp.fitting.report import SelfCheckError
     from ntk_iterncgp.persistence.files import FileError  # whoever raised such an error has imported PyTorch
     from ntk_iterncgp.runtime.parallel import ProcessFailed
 

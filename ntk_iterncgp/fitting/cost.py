@@ -35,7 +35,7 @@ from ntk_iterncgp.data.fixed_order import Inputs, slice_rows
 from ntk_iterncgp.fitting.drive import Budget
 from ntk_iterncgp.fitting.network import PRODUCT_EPOCHS, LinearisedNetwork, NetworkFit, NetworkSettings
 from ntk_iterncgp.fitting.network_check import MAX_CHECKED_OUTPUTS, max_group_data
-from ntk_iterncgp.fitting.self_check import MIN_DATA, ROWS
+from ntk_iterncgp.fitting.report import MIN_DATA, ROWS
 from ntk_iterncgp.jacobian.autograd import JVP_COLUMNS, Jacobian
 from ntk_iterncgp.jacobian.rows import NetworkJacobian, TracePlan, affordable_data, plan_trace, row_epochs
 from ntk_iterncgp.likelihoods.base import ANY_VARIANCE

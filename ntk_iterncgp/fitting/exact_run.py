@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ntk_iterncgp.fitting.drive import Run, Stage, Trajectory
-from ntk_iterncgp.fitting.report import FitReport, Record, from_table, to_table
-from ntk_iterncgp.fitting.self_check import SelfCheckError, falls, refusal
+from ntk_iterncgp.fitting.report import FitReport, Record, SelfCheckError, from_table, refusal, to_table
+from ntk_iterncgp.fitting.self_check import falls
 from ntk_iterncgp.priors.gram import GramPrior
 from ntk_iterncgp.runtime import parallel
 from ntk_iterncgp.solver.exact import ExactState, exact_newton

@@ -25,10 +25,9 @@ from ntk_iterncgp.likelihoods.gaussian import Gaussian
 from ntk_iterncgp.likelihoods.softmax import Softmax
 from ntk_iterncgp.posterior.weight_space import WeightPosterior, precision_of_weights
 from ntk_iterncgp.runtime.validate import seed_number, whole_number
-from ntk_iterncgp.solver.newton import NewtonOptions
 from ntk_iterncgp.solver.policies import Policy, resolve_policy
 from ntk_iterncgp.solver.state import State
-from ntk_iterncgp.solver.stopping import Status, Stopping
+from ntk_iterncgp.solver.stopping import NewtonOptions, Status, Stopping
 
 if TYPE_CHECKING:
     from ntk_iterncgp.fitting.cluster_run import ClusterState

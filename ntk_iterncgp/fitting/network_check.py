@@ -33,7 +33,7 @@ from torch import Tensor
 from ntk_iterncgp.clusters.clusters import Clusters, Pass, checksum_vector
 from ntk_iterncgp.data.fixed_order import Inputs, slice_rows
 from ntk_iterncgp.fitting.network import LinearisedNetwork, NetworkSettings
-from ntk_iterncgp.fitting.self_check import ELSEWHERE, MIN_DATA, ROWS, SelfCheckError, refusal
+from ntk_iterncgp.fitting.report import ELSEWHERE, MIN_DATA, ROWS, SelfCheckError, refusal
 from ntk_iterncgp.jacobian.rows import FEW_NUMBERS, NetworkJacobian, Rows, affordable_data
 from ntk_iterncgp.linalg.factor import SLICE_ROWS, inner_products, rounding_noise, rows_at_once
 from ntk_iterncgp.posterior.weight_space import WeightPosterior

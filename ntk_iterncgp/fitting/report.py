@@ -1,9 +1,12 @@
-"""What a fit reports: a history, one record after each block of actions or pass over the data, and how it ended."""
+"""What a fit reports: a history, one record after each block of actions or pass over the data, and how it ended.
+
+Or, where the self-check finds that the posterior contradicts itself, an error.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, field, fields
 from typing import Any
 
@@ -84,3 +87,23 @@ def from_table(table: Tensor) -> list[Record]:
         return Record(**row | {"epochs": None if math.isnan(row["epochs"]) else row["epochs"]})
 
     return [record(values) for values in table.tolist()]
+
+
+# --- a posterior that is not handed out ---
+
+ROWS = 64  # of K
+MIN_DATA = 8
+ELSEWHERE = "the same in all processes, but another one has found something wrong"
+
+
+class SelfCheckError(RuntimeError):
+    """A posterior that contradicts itself; it was not handed out."""
+
+
+def refusal(told: Iterable[str]) -> str:
+    """What to say of a posterior that is not handed out."""
+    return (
+        f"The self-check expected {'; and '.join(told)}. This posterior is not to be trusted, and was not kept. See "
+        "that data, kernel and model stay as they are while a fit runs and that products have their full precision, "
+        "then fit again."
+    )

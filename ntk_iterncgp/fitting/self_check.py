@@ -26,31 +26,24 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ntk_iterncgp.fitting.report import Record
+from ntk_iterncgp.fitting.report import ELSEWHERE, MIN_DATA, ROWS, Record, SelfCheckError, refusal
 from ntk_iterncgp.linalg.columns import Buffer
 from ntk_iterncgp.priors.base import AtInputs, Prior
 from ntk_iterncgp.runtime import parallel
 from ntk_iterncgp.solver.newton import ascend
 from ntk_iterncgp.solver.state import Iterate, State
 
-ROWS = 64  # of K
-MIN_DATA = 8
 PROBES = 2
 MARGIN = 250.0  # in units of rounding
 FLOOR = 1e-11  # what is asked of float64: kernels of many coordinates are computed to 2e-13 of k(x, x)
 MAX_SETTLING_STEPS = 20
-ELSEWHERE = "the same in all processes, but another one has found something wrong"
 UNMENDABLE = {"actions", "point", "prior"}  # from which all else follows
-
-
-class SelfCheckError(RuntimeError):
-    """A posterior that contradicts itself; it was not handed out."""
 
 
 def checked(state: State, history: Sequence[Record], *, ascends: bool) -> State:
@@ -65,15 +58,6 @@ def checked(state: State, history: Sequence[Record], *, ascends: bool) -> State:
     if parallel.any_of(bool(found)):
         raise SelfCheckError(refusal(found.values() or [ELSEWHERE]))
     return state
-
-
-def refusal(told: Iterable[str]) -> str:
-    """What to say of a posterior that is not handed out."""
-    return (
-        f"The self-check expected {'; and '.join(told)}. This posterior is not to be trusted, and was not kept. See "
-        "that data, kernel and model stay as they are while a fit runs and that products have their full precision, "
-        "then fit again."
-    )
 
 
 def problems(state: State) -> dict[str, str]:

@@ -21,7 +21,8 @@ from torch import Tensor
 import ntk_iterncgp.likelihoods as likelihoods
 from ntk_iterncgp.fitting.drive import Run, Trajectory
 from ntk_iterncgp.fitting.exact_run import ExactRun
-from ntk_iterncgp.fitting.self_check import SelfCheckError, problems
+from ntk_iterncgp.fitting.report import SelfCheckError
+from ntk_iterncgp.fitting.self_check import problems
 from ntk_iterncgp.fitting.solver_run import SolverRun
 from ntk_iterncgp.kernels import Kernel, kernel_from_dict, kernel_to_dict
 from ntk_iterncgp.likelihoods import Likelihood

@@ -60,7 +60,7 @@ class Jacobian(NetworkJacobian):
         *,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.model = model
+        self.model: nn.Module = model
         chosen = params if params is not None else {n: p for n, p in model.named_parameters() if p.requires_grad}
         if not chosen:
             raise ValueError("Expected at least one parameter that requires a gradient, but all are frozen.")

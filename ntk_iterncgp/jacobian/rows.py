@@ -20,7 +20,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ntk_iterncgp.data.fixed_order import FixedOrderData
 from ntk_iterncgp.data.order import Inputs, slice_rows
@@ -146,6 +146,7 @@ class NetworkJacobian(ABC):
     num_params: int
     dtype: torch.dtype
     device: torch.device
+    model: nn.Module | None = None  # whose J it is; None: that of a last layer, on its inputs
 
     @abstractmethod
     def forward(self, x: Inputs) -> Tensor:  # (b, C)

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 
 from ntk_iterncgp.data.fixed_order import Inputs, slice_rows
 from ntk_iterncgp.fitting.cluster_run import ClusterState, unfolded
-from ntk_iterncgp.fitting.network import NetworkFit
 from ntk_iterncgp.jacobian.autograd import SMALL_NETWORK
 from ntk_iterncgp.jacobian.rows import Contrasts, DenseRows, NetworkJacobian, Rows
 from ntk_iterncgp.laplace_torch.calibration import Calibrating
@@ -29,7 +28,6 @@ from ntk_iterncgp.laplace_torch.hyperparameters import (
     check_positive,
     check_prior,
     follows_prior,
-    hyperparameters,
     kept_on_failure,
 )
 from ntk_iterncgp.laplace_torch.saving import from_state_dict, to_state_dict
@@ -38,17 +36,17 @@ from ntk_iterncgp.posterior.contrasts import (
     FEW_CLASSES,
     HEAD,
     MANY_CLASSES_POINTS,
-    KnownContrasts,
     Shape,
     checked_contrasts,
     contrasts_needed,
-    in_order,
     leading_contrasts,
 )
 from ntk_iterncgp.posterior.predictive import (
+    KnownContrasts,
     Uncertainty,
     classification_uncertainty,
     expected_response,
+    in_order,
     regression_uncertainty,
 )
 from ntk_iterncgp.posterior.tuning import starting_precision, tune_by_evidence
@@ -61,12 +59,6 @@ QUADRATURE = ("quadrature", "quasi", "accurate")
 
 class IterNCGPLaplace(Calibrating, Detecting, FittedNetwork):
     """The posterior of the linearised network given all training data. Abstract; the flavours are final."""
-
-    _prior_of_fit: dict[str, Tensor]
-
-    def _take(self, result: NetworkFit) -> None:
-        super()._take(result)
-        self._prior_of_fit = hyperparameters(self)
 
     def _refresh_posterior(self) -> None:
         super()._refresh_posterior()

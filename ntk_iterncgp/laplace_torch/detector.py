@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from laplace.utils.enums import Likelihood
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from ntk_iterncgp.data.fixed_order import Inputs
 from ntk_iterncgp.jacobian.rows import Rows
 from ntk_iterncgp.laplace_torch.hyperparameters import check_positive, follows_prior
-from ntk_iterncgp.laplace_torch.training_data import draws_from, noted
 from ntk_iterncgp.posterior.convergence import Convergence, convergence_at
 from ntk_iterncgp.posterior.detection import Novelty, latents_of, precision_of_median
 from ntk_iterncgp.posterior.scores import AUTO, SCORES, Latent, against_rest, latent_of
@@ -198,6 +197,28 @@ def make_detector(la: IterNCGPLaplace, x: Inputs | DataLoader[Any], score: str |
     return Detector(la, posterior, precision, noise_scale, Novelty.of(names, familiar), float(z) if is_own else None)
 
 
+def draws_from(la: IterNCGPLaplace, x: Any) -> bool:
+    """Whether `x`, a tensor or a loader, holds data of the last fit. False where it cannot be seen."""
+    fitted = la._training_data[la]() if la in la._training_data else None
+    return fitted is not None and _overlap(fitted, getattr(x, "dataset", x))
+
+
+def _overlap(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, Subset) and isinstance(other, Subset):
+        same = one.dataset is other.dataset
+        return same and not set(map(int, one.indices)).isdisjoint(map(int, other.indices))
+    if isinstance(other, Subset):
+        return one is other.dataset
+    if isinstance(one, Subset):  # of a larger set, all of which is given
+        return one.dataset is other
+    inputs = [data.tensors[0] if isinstance(data, TensorDataset) else data for data in (one, other)]
+    return all(isinstance(value, Tensor) and value.numel() for value in inputs) and (
+        inputs[0].data_ptr() == inputs[1].data_ptr()
+    )
+
+
 def _names(la: IterNCGPLaplace, score: str | Sequence[str]) -> tuple[str, ...]:
     task = str(Likelihood(la.likelihood).value)
     names = AUTO[task] if score == "auto" else (score,) if isinstance(score, str) else tuple(score)
@@ -215,10 +236,6 @@ class Detecting:
 
     _detector: Detector | None = None
     posterior: WeightPosterior
-
-    def _network(self, loader: DataLoader[Any], *, is_known: bool = False) -> Any:
-        noted(self, loader)
-        return super()._network(loader, is_known=is_known)  # type: ignore[misc]
 
     def detector(
         self, x: Inputs | DataLoader[Any] | None = None, *, score: str | Sequence[str] = "auto", z: float = 1.75
@@ -274,6 +291,10 @@ class Detecting:
             check_positive("prior_precision", prior_precision)
             precision = torch.as_tensor(prior_precision).detach().to(la._device).reshape(-1)
         return convergence_at(rows_at(la, x), la.posterior, precision.double(), la._noise_scale.detach())
+
+    def _saved_detector(self, saved: Any, posterior: WeightPosterior) -> Detector:
+        la: Any = self
+        return Detector.from_dict(saved, la, posterior)
 
     def _detector_now(self) -> Detector | None:
         """The detector that was made for this posterior, if there is one."""

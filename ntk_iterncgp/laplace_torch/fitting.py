@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import weakref
 from abc import abstractmethod
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, fields, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from laplace.baselaplace import BaseFunctionalLaplace
@@ -24,7 +26,7 @@ from ntk_iterncgp.fitting.newton_fit import fit_by_products, refine_by_products
 from ntk_iterncgp.fitting.report import FitReport
 from ntk_iterncgp.jacobian.autograd import SMALL_NETWORK, unwrapped
 from ntk_iterncgp.jacobian.rows import NetworkJacobian
-from ntk_iterncgp.laplace_torch.hyperparameters import check_hyperparameters
+from ntk_iterncgp.laplace_torch.hyperparameters import check_hyperparameters, hyperparameters
 from ntk_iterncgp.laplace_torch.updating import (
     PartialFit,
     added,
@@ -42,8 +44,8 @@ from ntk_iterncgp.posterior.weight_space import ConditionedPosterior, WeightPost
 from ntk_iterncgp.runtime import parallel
 from ntk_iterncgp.runtime.threads import evaluating, exclusively
 from ntk_iterncgp.runtime.validate import whole_number
-from ntk_iterncgp.solver.newton import NewtonOptions
 from ntk_iterncgp.solver.policies import Policy
+from ntk_iterncgp.solver.stopping import NewtonOptions
 
 F = TypeVar("F", NetworkFit, PartialFit)
 
@@ -68,6 +70,9 @@ class FittedNetwork(BaseFunctionalLaplace):
     dtype             of derivatives; None: float64 for networks of up to 16 384 weights if they regress or have at most
                       4096 data, else that of the model
     """
+
+    _training_data: ClassVar[weakref.WeakKeyDictionary[Any, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
+    """The data set of the last fit of each object. Not its attribute, which could not be copied or sent elsewhere."""
 
     def __init__(
         self,
@@ -136,6 +141,7 @@ class FittedNetwork(BaseFunctionalLaplace):
         self._fit: NetworkFit | None = None  # what refine resumes
         self._shard: tuple[int, int] | None = None  # and of which part of the data
         self.data_seen = torch.zeros(0, dtype=torch.int64)  # fingerprints of the data sets in the posterior
+        self._prior_of_fit: dict[str, Tensor]
         self._conditioned: tuple[tuple[Tensor, Tensor], ConditionedPosterior] | None = None
 
     # --- where J comes from ------------------------------------------------------------------------------------------
@@ -313,6 +319,9 @@ class FittedNetwork(BaseFunctionalLaplace):
                 "A fit must run outside of torch.inference_mode(), where there are no derivatives; got a call inside. "
                 "Try torch.no_grad()."
             )
+        self._training_data.pop(self, None)
+        with suppress(TypeError):  # a list has no weak references
+            self._training_data[self] = weakref.ref(getattr(loader, "dataset", loader))
         parallel.check_same([*self.model.parameters(), *self.model.buffers()], "The model's weights and buffers are")
         jacobian, data, first_batch = self._open(loader, is_known=is_known)
         self._check_hyperparameters()
@@ -364,7 +373,7 @@ class FittedNetwork(BaseFunctionalLaplace):
         self.loss, self.n_data, self.n_outputs = result.loss, result.num_data, result.num_outputs
         self.mean, self._fingerprint = flatten(self._parameters()), fingerprint(self.model)
         self.data_seen = result.data_seen
-        self._fitted, self._conditioned = True, None
+        self._fitted, self._conditioned, self._prior_of_fit = True, None, hyperparameters(self)
 
     def compress(self, max_rank: int) -> None:
         """Keep the `max_rank` combinations of actions that matter most at this prior: less memory, more variance."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from ntk_iterncgp.posterior.weight_space import precision_of_weights
 
 if TYPE_CHECKING:
-    from ntk_iterncgp.laplace_torch.base import IterNCGPLaplace
+    from ntk_iterncgp.laplace_torch.fitting import FittedNetwork
 
 SAME = 1e-6  # relative: a number may have passed through float32
 
@@ -114,12 +114,12 @@ def _check(
 # --- which of them may change after a fit -----------------------------------------------------------------------------
 
 
-def follows_prior(la: IterNCGPLaplace) -> bool:
+def follows_prior(la: FittedNetwork) -> bool:
     """Whether the posterior holds for other hyperparameters than those of the fit."""
     return la.settings.mean == "network" or la.likelihood == Likelihood.REGRESSION
 
 
-def hyperparameters(la: IterNCGPLaplace) -> dict[str, Tensor]:
+def hyperparameters(la: FittedNetwork) -> dict[str, Tensor]:
     """Those on which a mode depends, as they are now, in float64."""
     return {
         "prior_precision": la.prior_precision.detach().double().reshape(-1).clone(),
@@ -128,7 +128,7 @@ def hyperparameters(la: IterNCGPLaplace) -> dict[str, Tensor]:
     }
 
 
-def check_prior(la: IterNCGPLaplace) -> None:
+def check_prior(la: FittedNetwork) -> None:
     """Raise where a posterior that does not follow its hyperparameters is asked about others than those of its fit."""
     if follows_prior(la):
         return
@@ -145,7 +145,7 @@ def check_prior(la: IterNCGPLaplace) -> None:
             )
 
 
-def check_may_be_tuned(la: IterNCGPLaplace) -> None:
+def check_may_be_tuned(la: FittedNetwork) -> None:
     """Raise where each candidate would need a fit of its own."""
     if not follows_prior(la):
         raise ValueError(

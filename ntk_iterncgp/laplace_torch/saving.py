@@ -12,7 +12,6 @@ from laplace.utils.enums import Likelihood
 from torch import Tensor
 
 from ntk_iterncgp.fitting.network_check import check_posterior
-from ntk_iterncgp.laplace_torch.detector import Detector
 from ntk_iterncgp.laplace_torch.hyperparameters import hyperparameters, kept_on_failure
 from ntk_iterncgp.persistence.fingerprint import fingerprint, flatten, same_fingerprint
 from ntk_iterncgp.posterior.contrasts import Reference
@@ -47,7 +46,7 @@ def to_state_dict(la: IterNCGPLaplace) -> dict[str, Any]:
 def from_state_dict(la: IterNCGPLaplace, state: Mapping[str, Any]) -> None:
     """Take over a saved posterior, all of it or, where anything about it is wrong, none."""
     posterior = checked_posterior(la, state)
-    detector = Detector.from_dict(state["detector"], la, posterior) if "detector" in state else None
+    detector = la._saved_detector(state["detector"], posterior) if "detector" in state else None
     with kept_on_failure(la, "prior_precision", "prior_mean", "sigma_noise", "temperature", "output_temperature"):
         la.prior_precision, la.prior_mean = state["prior_precision"], state["prior_mean"]
         la.sigma_noise, la.temperature = state["sigma_noise"], float(state["temperature"])

@@ -20,7 +20,7 @@ Of many classes the first `HEAD` ranks are stored; those beyond are taken for ex
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -28,10 +28,8 @@ import torch
 from torch import Tensor
 
 from ntk_iterncgp.jacobian.rows import Rows
-from ntk_iterncgp.likelihoods import Softmax
 from ntk_iterncgp.likelihoods.quadrature import covariance_root, normal_points
 from ntk_iterncgp.linalg.factor import Factor
-from ntk_iterncgp.posterior.predictive import expected_response
 
 HEAD = 24  # contrasts of the likeliest class that the shape is learnt from
 ALIKE = 8  # the last of these stand for all ranks beyond
@@ -42,7 +40,6 @@ MARGINS = 2.0  # posterior standard deviations in the median margin, beyond whic
 NUMBERS = (1, 3, 6, 9)  # of contrasts that "auto" chooses from: few numbers make large batches
 SPREAD = 3  # contrasts where the most of these are not enough
 MANY_CLASSES_POINTS = 128  # of quadrature, beyond `HEAD` ranks
-POINT_ENTRIES = 2**20  # latent values of points at once
 JITTER = 1e-9  # of a shape, relative to its largest entry
 
 
@@ -257,35 +254,3 @@ class Given:
     def scale(self, known: Tensor) -> Tensor:  # (b, k, k) -> (b,)
         """a = tr(S̄₁₁⁻¹V) / k."""
         return (self.inverse * known).sum((1, 2)).clamp_min(1e-300) / known.shape[1]
-
-
-@dataclass(frozen=True, eq=False)
-class KnownContrasts:
-    """Inputs at which the same number of contrasts is known."""
-
-    where: Tensor  # among all inputs (b,)
-    outputs: Tensor  # of the network (b, C), by which classes are ranked
-    covariance: Tensor  # V (b, k, k)
-
-    def filled(self, shape: Shape) -> Tensor:  # (b, C, C)
-        """Σ̂."""
-        return shape.covariance(self.covariance, ranking(self.outputs))
-
-    def probabilities(self, shape: Shape, num_points: int) -> Tensor:  # (b, C)
-        """E softmax(f), by quadrature."""
-        order = ranking(self.outputs)
-        if order.shape[1] <= HEAD + 1:  # as with all contrasts
-            likelihood = Softmax(order.shape[1])
-            return expected_response(
-                likelihood, self.outputs, self.filled(shape), link="quadrature", num_samples=num_points
-            )
-        values = shape.latent(self.outputs.gather(1, order).float(), self.covariance, num_points)
-        size = 1 + POINT_ENTRIES // (num_points * order.shape[1])
-        parts = [slice(start, start + size) for start in range(0, len(order), size)]
-        by_rank = torch.cat([values(part).softmax(2).mean(1) for part in parts])
-        return by_rank.gather(1, order.argsort(1)).to(self.outputs)
-
-
-def in_order(parts: Sequence[KnownContrasts], results: Sequence[Tensor]) -> Tensor:
-    """Results of parts as one tensor, in the order of the inputs."""
-    return torch.cat(list(results))[torch.cat([part.where for part in parts]).argsort()]

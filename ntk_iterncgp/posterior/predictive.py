@@ -14,7 +14,7 @@ and scores of the uncertainty of each input, from the same latent Gaussian (`Unc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ntk_iterncgp.likelihoods import Likelihood, Softmax
 from ntk_iterncgp.likelihoods.quadrature import LINE_POINTS, contrast_root, gaussian_points, standard_normal_quantile
+from ntk_iterncgp.posterior.contrasts import HEAD, Shape, ranking
 from ntk_iterncgp.runtime.validate import whole_number
 
 LINKS = ("probit", "quadrature", "mc")
@@ -82,6 +83,38 @@ def _in_chunks(function: Callable[..., Tensor], mean: Tensor, covariance: Tensor
     size = 1 + POINT_ENTRIES // (max(num_points, LINE_POINTS) * mean.shape[1])
     parts = zip(mean.split(size), covariance.split(size), strict=True)
     return torch.cat([function(*part) for part in parts])
+
+
+@dataclass(frozen=True, eq=False)
+class KnownContrasts:
+    """Inputs at which the same number of contrasts is known."""
+
+    where: Tensor  # among all inputs (b,)
+    outputs: Tensor  # of the network (b, C), by which classes are ranked
+    covariance: Tensor  # V (b, k, k)
+
+    def filled(self, shape: Shape) -> Tensor:  # (b, C, C)
+        """Σ̂."""
+        return shape.covariance(self.covariance, ranking(self.outputs))
+
+    def probabilities(self, shape: Shape, num_points: int) -> Tensor:  # (b, C)
+        """E softmax(f), by quadrature."""
+        order = ranking(self.outputs)
+        if order.shape[1] <= HEAD + 1:  # as with all contrasts
+            likelihood = Softmax(order.shape[1])
+            return expected_response(
+                likelihood, self.outputs, self.filled(shape), link="quadrature", num_samples=num_points
+            )
+        values = shape.latent(self.outputs.gather(1, order).float(), self.covariance, num_points)
+        size = 1 + POINT_ENTRIES // (num_points * order.shape[1])
+        parts = [slice(start, start + size) for start in range(0, len(order), size)]
+        by_rank = torch.cat([values(part).softmax(2).mean(1) for part in parts])
+        return by_rank.gather(1, order.argsort(1)).to(self.outputs)
+
+
+def in_order(parts: Sequence[KnownContrasts], results: Sequence[Tensor]) -> Tensor:
+    """Results of parts as one tensor, in the order of the inputs."""
+    return torch.cat(list(results))[torch.cat([part.where for part in parts]).argsort()]
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,46 +17,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from ntk_iterncgp.linalg.columns import Buffer, Columns, DenseColumns, KroneckerColumns
-from ntk_iterncgp.runtime.validate import whole_number
 from ntk_iterncgp.solver.inner import inner_loop
 from ntk_iterncgp.solver.policies import Policy, RandomSubspace
 from ntk_iterncgp.solver.position import Position
 from ntk_iterncgp.solver.problem import Problem
-from ntk_iterncgp.solver.recycling import COMPRESSIONS, virtual_solver_run
+from ntk_iterncgp.solver.recycling import virtual_solver_run
 from ntk_iterncgp.solver.state import Iterate, State
-from ntk_iterncgp.solver.stopping import Status, Stopping
+from ntk_iterncgp.solver.stopping import NewtonOptions, Status, Stopping
 
 MAX_PRIMAL_STEPS = 3
 MAX_HALVINGS = 40
-
-
-@dataclass(frozen=True)
-class NewtonOptions:
-    """Settings of the outer loop, besides those of when it stops."""
-
-    max_rank: int | None = None  # how many actions to retain between Newton steps; None: all
-    compression: str = "mean+trace"  # how to choose them, one of `COMPRESSIONS`
-    damped: bool = True  # shorten Newton's steps until the objective rises
-
-    def __post_init__(self) -> None:
-        if self.max_rank is not None:
-            object.__setattr__(self, "max_rank", whole_number("max_rank", self.max_rank, at_least=1, or_none=True))
-        if self.compression not in COMPRESSIONS:
-            names = " or ".join(map(repr, COMPRESSIONS))
-            raise ValueError(f"`compression` must be {names}; got {self.compression!r}. Try {COMPRESSIONS[0]!r}.")
-
-        if not isinstance(self.damped, bool):
-            raise ValueError(f"`damped` must be True or False; got {self.damped!r}. Try True.")
-
-    @property
-    def keeps_mean(self) -> bool:
-        """Whether compression leaves Newton's point where it is, so that Ψ never falls."""
-        return self.max_rank is None or self.compression != "eigen"
 
 
 def initial_state(problem: Problem, *, seed: int, capacity: int, kronecker: bool = False) -> State:

@@ -24,8 +24,6 @@ from torch import Tensor
 from ntk_iterncgp.linalg.factor import Factor
 from ntk_iterncgp.solver.state import Iterate, State
 
-COMPRESSIONS = ("mean+trace", "eigen")
-
 
 def virtual_solver_run(state: State, iterate: Iterate, *, max_rank: int | None, compression: str) -> State:
     """Set up the linear system at `iterate` with the actions there are, compressed to `max_rank`. No product."""

@@ -1,4 +1,4 @@
-"""When to stop, and how a run reports it: a status is a value with advice, never an exception."""
+"""Settings of Newton's method, and how a run ended: a status is a value with advice, never an exception."""
 
 from __future__ import annotations
 
@@ -52,3 +52,29 @@ class Stopping:
             object.__setattr__(self, name, whole_number(name, getattr(self, name), at_least=1))
         for name in ("newton_tol", "residual_tol"):
             non_negative(name, getattr(self, name))
+
+
+COMPRESSIONS = ("mean+trace", "eigen")
+
+
+@dataclass(frozen=True)
+class NewtonOptions:
+    """Settings of the outer loop, besides those of when it stops."""
+
+    max_rank: int | None = None  # how many actions to retain between Newton steps; None: all
+    compression: str = "mean+trace"  # how to choose them, one of `COMPRESSIONS`
+    damped: bool = True  # shorten Newton's steps until the objective rises
+
+    def __post_init__(self) -> None:
+        if self.max_rank is not None:
+            object.__setattr__(self, "max_rank", whole_number("max_rank", self.max_rank, at_least=1, or_none=True))
+        if self.compression not in COMPRESSIONS:
+            names = " or ".join(map(repr, COMPRESSIONS))
+            raise ValueError(f"`compression` must be {names}; got {self.compression!r}. Try {COMPRESSIONS[0]!r}.")
+        if not isinstance(self.damped, bool):
+            raise ValueError(f"`damped` must be True or False; got {self.damped!r}. Try True.")
+
+    @property
+    def keeps_mean(self) -> bool:
+        """Whether compression leaves Newton's point where it is, so that Ψ never falls."""
+        return self.max_rank is None or self.compression != "eigen"

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 import ntk_iterncgp
 from ntk_iterncgp.experiments import cli, config, models
-from ntk_iterncgp.fitting.self_check import SelfCheckError
+from ntk_iterncgp.fitting.report import SelfCheckError
 
 pytestmark = pytest.mark.cli
 

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 from ntk_iterncgp import NonConjugateGP, kernels, likelihoods
 from ntk_iterncgp.clusters.clusters import Pass
 from ntk_iterncgp.fitting import cost, self_check
-from ntk_iterncgp.fitting.report import Record
-from ntk_iterncgp.fitting.self_check import SelfCheckError, checked, problems
+from ntk_iterncgp.fitting.report import Record, SelfCheckError
+from ntk_iterncgp.fitting.self_check import checked, problems
 from ntk_iterncgp.gp import checks as gp_checks
 from ntk_iterncgp.jacobian.autograd import Jacobian
 from ntk_iterncgp.posterior.function_space import Posterior

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ntk_iterncgp import NonConjugateGP
-from ntk_iterncgp.fitting.self_check import SelfCheckError
+from ntk_iterncgp.fitting.report import SelfCheckError
 from ntk_iterncgp.gp.affordable import Sizes
 from ntk_iterncgp.kernels import RBF, Kernel, Matern32, Matern52
 from ntk_iterncgp.likelihoods import Bernoulli, Gaussian, Likelihood, Poisson, Softmax

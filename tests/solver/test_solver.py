@@ -26,8 +26,7 @@ from ntk_iterncgp.solver import (
     resolve_policy,
 )
 from ntk_iterncgp.solver.inner import inner_loop
-from ntk_iterncgp.solver.newton import NewtonOptions
-from ntk_iterncgp.solver.stopping import Stopping
+from ntk_iterncgp.solver.stopping import NewtonOptions, Stopping
 from tests import oracles
 from tests.cases import POLICIES, PRECISE, Case, exhaust, make_case, solve
 
