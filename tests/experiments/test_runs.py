@@ -400,12 +400,24 @@ def test_the_last_layer_flavour_runs_with_its_own_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.cli
-def test_the_demo_says_how_close_ours_is_to_the_truth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small = [*SMALL, "evaluate.baselines=[map, temperature, exact]"]
+def test_the_demo_ends_with_five_lines_with_which_the_report_opens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = [*SMALL, "data.test_limit=80", "evaluate.baselines=[map, temperature, exact]"]
     assert cli.main(["demo", *sets(small), "--output-dir", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
-    assert re.search(r"At the same prior, our variance is between \d\.\d+ and \d+\.\d+ times the exact one", shown)
-    assert (tmp_path / "report.html").exists()
+    shown, page = capsys.readouterr().out, (tmp_path / "report.html").read_text(encoding="utf-8")
+    lines = shown.partition("\nA curve: ")[2].splitlines()[:5]
+    assert [line.split(":")[0] for line in lines[1:]] == [
+        "Detection without labels, AUROC by the network's entropy → by la.detector",
+        "Calibration",
+        "Cost",
+        "New data",
+    ]
+    inside, gap = map(float, re.findall(r"±(\d+\.\d+)", lines[0]))
+    assert gap > 3 * inside
+    assert float(re.findall(r"Variance (\d\.\d+) to \d+\.\d+ × exact", lines[3])[0]) >= 1
+    assert "fell at 40 of 40 inputs" in lines[4]
+    assert page.index("Calibration: NLL") < page.index("A curve with a gap") < page.index("<h2>Results")
     assert demo.settings().output_dir == "runs/demo"
 
 

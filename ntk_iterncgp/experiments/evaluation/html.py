@@ -16,6 +16,14 @@ from ntk_iterncgp.experiments.evaluation.tables import Column, Table
 
 
 @dataclass(frozen=True)
+class Opening:
+    """What a report begins with: lines to remember, and pictures of them."""
+
+    lines: Sequence[str]
+    panels: Sequence[tuple[str, str, str]]  # title, one sentence, SVG
+
+
+@dataclass(frozen=True)
 class Page:
     """What a report says, whatever it is about."""
 
@@ -28,6 +36,7 @@ class Page:
     pictures: Sequence[tuple[str, Sequence[Card]]]  # heading, test images
     costs: Table
     cost_note: str
+    opening: Opening | None = None
 
 
 def as_html(page: Page, config: RunConfig) -> str:

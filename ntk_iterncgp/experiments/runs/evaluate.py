@@ -6,6 +6,7 @@ once more by the protocol of the settings: all are on one footing, and none is s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from ntk_iterncgp.experiments.evaluation import figures, regression_report, repo
 from ntk_iterncgp.experiments.evaluation.compare import LABELS, Comparison, compare_families, compare_network
 from ntk_iterncgp.experiments.evaluation.crossfit import folds_of
 from ntk_iterncgp.experiments.evaluation.families import Family, Tabulated, Tempered
-from ntk_iterncgp.experiments.evaluation.html import Page, as_html, cost_note, cost_table
+from ntk_iterncgp.experiments.evaluation.html import Opening, Page, as_html, cost_note, cost_table
 from ntk_iterncgp.experiments.evaluation.pictures import cards
 from ntk_iterncgp.experiments.evaluation.regression import RegressionComparison
 from ntk_iterncgp.experiments.evaluation.stopwatch import Stopwatch
@@ -34,16 +35,29 @@ from ntk_iterncgp.runtime.memory import highest_bytes
 NUM_PICTURES = 6  # of the most certain test images, and of the least
 
 
+Opener = Callable[[Setting, Fitted, Comparison], Opening]
+
+
 def evaluate(
-    config: RunConfig, *, command: str = "evaluate", title: str | None = None
+    config: RunConfig, *, command: str = "evaluate", title: str | None = None, opening: Opener | None = None
 ) -> Comparison | RegressionComparison:
-    """The whole command: prints a table, writes `report.html`, `results.json` and `table.txt`."""
+    """The whole command: prints a table, writes `report.html`, `results.json` and `table.txt`.
+
+    Args:
+        config: The settings.
+        command: What the log calls it.
+        title: Of the report; None for data and model.
+        opening: Makes what the report of a classifier begins with and the output ends with.
+
+    Returns:
+        All that the report shows.
+    """
     check_keywords(config)
     with prepare(config, command) as setting:
-        return _evaluate(setting, title)
+        return _evaluate(setting, title, opening)
 
 
-def _evaluate(setting: Setting, title: str | None) -> Comparison | RegressionComparison:
+def _evaluate(setting: Setting, title: str | None, opening: Opener | None) -> Comparison | RegressionComparison:
     config = setting.config
     folds_of(config, len(labels_of(setting.data.test)))  # too few inputs to tune on are found before the fit
     fitted = saved_fit(setting)
@@ -57,10 +71,12 @@ def _evaluate(setting: Setting, title: str | None) -> Comparison | RegressionCom
     title = title or f"{data_name}, {config.kernel.name or config.model.name}"
     if setting.data.task == "regression":
         return _finish_targets(setting, fitted, about, title)
-    return _finish_classes(setting, fitted, about, title)
+    return _finish_classes(setting, fitted, about, title, opening)
 
 
-def _finish_classes(setting: Setting, fitted: Fitted, about: dict[str, Any], title: str) -> Comparison:
+def _finish_classes(
+    setting: Setting, fitted: Fitted, about: dict[str, Any], title: str, opening: Opener | None
+) -> Comparison:
     comparison = _compare_classes(setting, fitted)
     table = report.results_table(comparison)
     pictures = _pictures(setting, comparison)
@@ -78,6 +94,7 @@ def _finish_classes(setting: Setting, fitted: Fitted, about: dict[str, Any], tit
             pictures=cards(comparison["ours"].probabilities, comparison.labels, pictures, setting.data.class_names),
             costs=cost_table(comparison.results),
             cost_note=cost_note(_cost(setting), comparison.rows_seconds),
+            opening=None if opening is None else opening(setting, fitted, comparison),
         ),
         shown=report.on_screen(comparison),
         numbers=report.as_json(comparison),
@@ -115,7 +132,7 @@ def _finish(
     """The same end for all: the table on the screen, then the files."""
     log, folder, config = setting.log, setting.folder, setting.config
     log(f"\n{shown}\n")
-    for sentence in page.verdict:
+    for sentence in page.verdict if page.opening is None else page.opening.lines:
         log(sentence)
     tables = [page.results.text(), *([page.others.text()] if page.others else [])]
     content = {"config": as_plain(config), "about": about, "fit": fitted.report, **numbers, "cost": _cost(setting)}
