@@ -32,7 +32,7 @@ from ntk_iterncgp.fitting.network_check import check_posterior, checked_passes, 
 from ntk_iterncgp.fitting.report import FitReport, Record, from_table, to_table
 from ntk_iterncgp.jacobian.rows import curvature_diagonal, plan_trace
 from ntk_iterncgp.likelihoods.base import CurvatureAt
-from ntk_iterncgp.persistence.checkpoint import UNSAVED, CheckpointSession
+from ntk_iterncgp.persistence.checkpoint import CheckpointSession
 from ntk_iterncgp.persistence.fingerprint import batch_digests, checked_digests, data_fingerprint
 from ntk_iterncgp.posterior.merging import folded
 from ntk_iterncgp.posterior.weight_space import WeightPosterior
@@ -251,10 +251,14 @@ AnyState = ForwardState | ClusterState
 
 
 def fit_by_clusters(
-    network: LinearisedNetwork, settings: NetworkSettings, *, progress_bar: bool, session: CheckpointSession = UNSAVED
+    network: LinearisedNetwork,
+    settings: NetworkSettings,
+    *,
+    progress_bar: bool,
+    session: CheckpointSession | None = None,
 ) -> NetworkFit:
     """One pass over the data."""
-    if session.saved is not None:
+    if session is not None and session.saved is not None:
         checked_digests(session, network.data)
     budget = Budget(settings.max_epochs)
     run = ClusterRun(network, settings, budget, max_passes=1)
@@ -270,7 +274,7 @@ def refine_by_clusters(
     budget: Budget,
     *,
     progress_bar: bool,
-    session: CheckpointSession = UNSAVED,
+    session: CheckpointSession | None = None,
 ) -> NetworkFit:
     """Finish an unfinished pass, then passes in other directions and other groups."""
     state, report = fitted.state, fitted.report

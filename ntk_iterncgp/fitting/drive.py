@@ -14,14 +14,15 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from tqdm.auto import tqdm
 
 from ntk_iterncgp.fitting.report import Record
-from ntk_iterncgp.persistence.checkpoint import UNSAVED, CheckpointSession, unusable
+from ntk_iterncgp.persistence.checkpoint import CheckpointSession, unusable
 from ntk_iterncgp.runtime import parallel
 from ntk_iterncgp.solver.stopping import Status
 
@@ -140,7 +141,7 @@ def drive(
     seconds: float = 0.0,
     callback: Callable[[S], object] | None = None,
     progress_bar: bool = False,
-    session: CheckpointSession = UNSAVED,
+    session: CheckpointSession | None = None,
 ) -> Trajectory[S]:
     """Go on from a state, or from where it was saved, until the run ends, the budget is spent or Ctrl-C is hit.
 
@@ -152,48 +153,46 @@ def drive(
         seconds: that these took.
         callback: is given each state; its time does not count.
         progress_bar: whether to show one, in the main process.
-        session: where to save, and what was saved.
+        session: where to save, and what was saved; None: nowhere.
 
     Returns:
         The last state, the history, and how the run ended.
     """
     trajectory = Trajectory(state, list(history), before=seconds)
-    if session.saved is not None:
+    if session is not None and session.saved is not None:
         try:
             trajectory = run.from_dict(session.saved, trajectory)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
             raise unusable("a state of this run", error) from error
         session.forget()
     if trajectory.status is None:
-        _Driver(run, trajectory, budget, callback, progress_bar, session).go()
+        bar = _Bar(progress_bar and parallel.is_main())
+        started = time.perf_counter() - trajectory.seconds
+        _Driver(run, trajectory, budget, callback, session, bar, started).go()
     if trajectory.status is Status.INTERRUPTED:
         warnings.warn(run.advice_when_interrupted(trajectory.state), stacklevel=4)
-    else:
+    elif session is not None:
         session.end(lambda: run.to_dict(trajectory))
     return trajectory
 
 
+@dataclass(eq=False)
 class _Driver(Generic[S]):
     """The loop, which fills in a trajectory."""
 
-    def __init__(
-        self,
-        run: Run[S],
-        trajectory: Trajectory[S],
-        budget: Budget,
-        callback: Callable[[S], object] | None,
-        progress_bar: bool,
-        session: CheckpointSession,
-    ) -> None:
-        self.run, self.trajectory, self.budget, self.callback, self.session = run, trajectory, budget, callback, session
-        self.bar = _Bar(progress_bar and parallel.is_main())
-        self.started = time.perf_counter() - trajectory.seconds
+    run: Run[S]
+    trajectory: Trajectory[S]
+    budget: Budget
+    callback: Callable[[S], object] | None
+    session: CheckpointSession | None
+    bar: _Bar
+    started: float
 
     def go(self) -> None:
         """Ctrl-C reaches several processes at different moments: each takes note, and they stop together."""
         trajectory, several = self.trajectory, parallel.num_processes() > 1
         with ExitStack() as stack:
-            stack.enter_context(closing(self.bar))
+            stack.callback(self.bar.close)
             interrupt = stack.enter_context(interruptible()) if several or self.run.waits else Interrupt()
             try:
                 trajectory.status = self._loop(interrupt)
@@ -224,12 +223,14 @@ class _Driver(Generic[S]):
                     called = time.perf_counter()
                     self.callback(trajectory.state)
                     self.started += time.perf_counter() - called
-                if parallel.any_of(interrupt.requested):
-                    if self.session.is_kept and run.can_resume(trajectory.state):
+                is_interrupted = parallel.any_of(interrupt.requested)
+                if self.session is not None and run.can_resume(trajectory.state):
+                    if is_interrupted:
                         self.session.save(self._content())
+                    else:
+                        self.session.offer(self._content)
+                if is_interrupted:
                     return Status.INTERRUPTED
-                if run.can_resume(trajectory.state):
-                    self.session.offer(self._content)
         return Status.BUDGET
 
     def _write(self, record: Callable[[S, Record | None, float], Record | None]) -> None:
@@ -249,13 +250,13 @@ class _Driver(Generic[S]):
         return self.run.to_dict(self.trajectory)
 
 
+@dataclass(eq=False)
 class _Bar:
     """A progress bar for each stage, one after the other."""
 
-    def __init__(self, is_shown: bool) -> None:
-        self.is_shown = is_shown
-        self.stage: Stage | None = None
-        self.bar = tqdm(disable=True)
+    is_shown: bool
+    stage: Stage | None = None
+    bar: tqdm[Any] = field(default_factory=partial(tqdm, disable=True))
 
     def show(self, stage: Stage) -> None:
         if self.stage is None or stage[:3] != self.stage[:3] or stage.done < self.stage.done:

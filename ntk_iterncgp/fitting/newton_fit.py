@@ -20,7 +20,7 @@ from ntk_iterncgp.fitting.network_check import check_posterior
 from ntk_iterncgp.fitting.self_check import checked
 from ntk_iterncgp.fitting.solver_run import SolverRun, Steps, solver_report
 from ntk_iterncgp.likelihoods.base import CurvatureAt
-from ntk_iterncgp.persistence.checkpoint import UNSAVED, CheckpointSession
+from ntk_iterncgp.persistence.checkpoint import CheckpointSession
 from ntk_iterncgp.persistence.fingerprint import checked_digests, data_digests, data_fingerprint
 from ntk_iterncgp.posterior.weight_space import WeightPosterior
 from ntk_iterncgp.priors.ntk import NetworkImages, NTKPrior, sweep_outputs
@@ -37,7 +37,11 @@ ROUNDINGS = 4  # of a sum over all data, in units of eps: a slice of rows at a t
 
 
 def fit_by_products(
-    network: LinearisedNetwork, settings: NetworkSettings, *, progress_bar: bool, session: CheckpointSession = UNSAVED
+    network: LinearisedNetwork,
+    settings: NetworkSettings,
+    *,
+    progress_bar: bool,
+    session: CheckpointSession | None = None,
 ) -> NetworkFit:
     """One action per product with the NTK, from the outputs of the network."""
     outputs, targets = sweep_outputs(network.jacobian, network.data)
@@ -82,7 +86,7 @@ def refine_by_products(
     budget: Budget,
     *,
     progress_bar: bool,
-    session: CheckpointSession = UNSAVED,
+    session: CheckpointSession | None = None,
 ) -> NetworkFit:
     """More products from where the last run stopped."""
     state, report = _with_data(fitted.state, network), fitted.report

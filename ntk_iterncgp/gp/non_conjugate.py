@@ -43,7 +43,7 @@ from ntk_iterncgp.gp.shareable import Shareable
 from ntk_iterncgp.kernels import METHODS, Kernel
 from ntk_iterncgp.kernels.choice import checked_tolerance
 from ntk_iterncgp.likelihoods import Likelihood
-from ntk_iterncgp.persistence.checkpoint import UNSAVED, Checkpoint, CheckpointSession
+from ntk_iterncgp.persistence.checkpoint import Checkpoint, CheckpointSession
 from ntk_iterncgp.posterior.exact import ExactPosterior
 from ntk_iterncgp.posterior.function_space import Evidence, FunctionPosterior, Posterior
 from ntk_iterncgp.posterior.predictive import check_interval, check_link, credible_interval, expected_response
@@ -260,7 +260,8 @@ class NonConjugateGP(Shareable):
             report = replace(report, elbo=best.elbo())
         else:
             best, report = self._search_by_bound(X, y, values, options, session)
-        session.end(lambda: {})
+        if session is not None:
+            session.end(dict)
         self.kernels, self.likelihood, self.mean = best.kernels, best.likelihood, best.mean
         self.optimization_, self._posterior, self._report = report, best._posterior, best._report
         return self
@@ -271,14 +272,14 @@ class NonConjugateGP(Shareable):
         targets: Tensor,
         values: dict[str, Tensor],
         options: SearchOptions,
-        session: CheckpointSession,
+        session: CheckpointSession | None,
         *,
         by_subset: bool,
     ) -> tuple[dict[str, Tensor], OptimizationReport]:
         """By the exact evidence, of all data or of some of them."""
         if by_subset:
             some = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(self.seed))[:SUBSET]
-            inputs, targets, session = inputs[some.to(inputs.device)], targets[some.to(targets.device)], UNSAVED
+            inputs, targets, session = inputs[some.to(inputs.device)], targets[some.to(targets.device)], None
         inputs = inputs.to(working_dtype(self.kernels, inputs))
         evidence = ExactEvidence(
             inputs, targets, self.kernels, self.likelihood, self.mean, chunk_bytes=self.chunk_bytes
@@ -286,7 +287,7 @@ class NonConjugateGP(Shareable):
         return maximise_evidence(evidence, values, options, session)
 
     def _search_by_bound(
-        self, X: Tensor, y: Tensor, values: dict[str, Tensor], options: SearchOptions, session: CheckpointSession
+        self, X: Tensor, y: Tensor, values: dict[str, Tensor], options: SearchOptions, session: CheckpointSession | None
     ) -> tuple[NonConjugateGP, OptimizationReport]:
         """By the evidence lower bound of iterative fits."""
         mean, values = values.get(MEAN, self.mean), {name: x for name, x in values.items() if name != MEAN}

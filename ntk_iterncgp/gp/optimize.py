@@ -23,7 +23,7 @@ from ntk_iterncgp.gp.hyperparameters import MEAN, free_names, values_from_data, 
 from ntk_iterncgp.gp.search import Evaluations, climb_evidence
 from ntk_iterncgp.kernels import Kernel
 from ntk_iterncgp.likelihoods import Likelihood
-from ntk_iterncgp.persistence.checkpoint import UNSAVED, CheckpointSession, unusable
+from ntk_iterncgp.persistence.checkpoint import CheckpointSession, unusable
 from ntk_iterncgp.posterior.function_space import FunctionPosterior
 from ntk_iterncgp.runtime import parallel
 from ntk_iterncgp.runtime.validate import non_negative
@@ -92,7 +92,7 @@ class SearchOptions:
 
 
 def maximise_evidence(
-    evidence: ExactEvidence, values: dict[str, Tensor], options: SearchOptions, session: CheckpointSession = UNSAVED
+    evidence: ExactEvidence, values: dict[str, Tensor], options: SearchOptions, session: CheckpointSession | None = None
 ) -> tuple[dict[str, Tensor], OptimizationReport]:
     """Climb the exact evidence from where the hyperparameters are, and from where the data say they may be.
 
@@ -100,7 +100,7 @@ def maximise_evidence(
         evidence: of the data.
         values: where to start.
         options: of the search.
-        session: where evaluations are saved.
+        session: where evaluations are saved, if anywhere.
 
     Returns:
         All hyperparameters at the largest evidence, and how the search went; its ELBO is not known yet (NaN).
@@ -148,7 +148,7 @@ def maximise_elbo(
     likelihood: Likelihood,
     values: dict[str, Tensor],
     options: SearchOptions,
-    session: CheckpointSession = UNSAVED,
+    session: CheckpointSession | None = None,
 ) -> tuple[F, OptimizationReport]:
     """Fit, climb, fit again, until no hyperparameter moves by more than `tolerance`, or until Ctrl-C.
 
@@ -158,7 +158,7 @@ def maximise_elbo(
         likelihood: the noise of a Gaussian is a hyperparameter too.
         values: where to start.
         options: of the search.
-        session: where each step is saved.
+        session: where each step is saved, if anywhere.
 
     Returns:
         The fit with the largest bound, and how the search went.
@@ -211,11 +211,11 @@ def maximise_elbo(
 class _ElboSearch:
     """Where a search by the bound stands: what a checkpoint of it holds."""
 
-    def __init__(self, values: dict[str, Tensor], session: CheckpointSession) -> None:
+    def __init__(self, values: dict[str, Tensor], session: CheckpointSession | None) -> None:
         self.values, self.session = values, session
         self.history: list[dict[str, Any]] = []
         self.best_elbo, self.best_values, self.num_products = -math.inf, values, 0
-        if session.saved is None:
+        if session is None or session.saved is None:
             return
         try:
             saved = session.saved
@@ -238,7 +238,8 @@ class _ElboSearch:
         """On to the next place."""
         self.values = values
         self.num_products += num_products
-        self.session.offer(self._content)
+        if self.session is not None:
+            self.session.offer(self._content)
 
     def has_stalled(self) -> bool:
         """Whether the last step gained next to nothing: another one would cost a fit."""

@@ -16,7 +16,7 @@ from ntk_iterncgp.solver.exact import ExactState
 
 def session_of(  # `gp` is a NonConjugateGP, which comes after this file
     gp: Any, checkpoint: Checkpoint | None, name: str, state: State | ExactState, **more: Any
-) -> tuple[CheckpointSession, Tensor | None]:
+) -> tuple[CheckpointSession | None, Tensor | None]:
     """Open the checkpoint of a fit or refine that starts from this state.
 
     Args:
@@ -27,14 +27,15 @@ def session_of(  # `gp` is a NonConjugateGP, which comes after this file
         more: further settings that must match.
 
     Returns:
-        The session, resumed from what was saved or at its beginning, and a digest of each datum.
+        The session, resumed from what was saved or at its beginning, and a digest of each datum; None without a
+        checkpoint.
     """
-    if more and checkpoint is not None:  # a refine or update, which starts where another run ended
+    if checkpoint is None:
+        return None, None
+    if more:  # a refine or update, which starts where another run ended
         matrices = [] if isinstance(state, ExactState) else [state.gram, state.noise_gram]
         more |= {"starts_from": described([*matrices, state.iterate.offset])}
-    session = open_session(checkpoint, name, lambda: (_settings(gp, state) | more, {}))
-    if not session.is_kept:
-        return session, None
+    session = open_session(checkpoint, name, _settings(gp, state) | more, {})
     prior = state.problem.prior
     assert isinstance(prior, GramPrior)
     data = digest_rows(prior.inputs, state.problem.targets)
@@ -44,15 +45,14 @@ def session_of(  # `gp` is a NonConjugateGP, which comes after this file
 
 def search_session(
     gp: Any, checkpoint: Checkpoint | None, inputs: Tensor, targets: Tensor, options: Any
-) -> CheckpointSession:
-    """Open the checkpoint of a search for hyperparameters."""
-
-    def identity() -> tuple[dict[str, Any], dict[str, Any]]:
-        data = {"data": described(digest_rows(inputs, targets)), "fixed": list(options.fixed)}
-        search = {"max_steps": options.max_steps, "tolerance": options.tolerance, "restarts": options.restarts}
-        return _settings_of_gp(gp) | data | search | {"device": inputs.device.type}, {}
-
-    return open_session(checkpoint, "optimize", identity)
+) -> CheckpointSession | None:
+    """Open the checkpoint of a search for hyperparameters, if there is one."""
+    if checkpoint is None:
+        return None
+    data = {"data": described(digest_rows(inputs, targets)), "fixed": list(options.fixed)}
+    search = {"max_steps": options.max_steps, "tolerance": options.tolerance, "restarts": options.restarts}
+    settings = _settings_of_gp(gp) | data | search | {"device": inputs.device.type}
+    return open_session(checkpoint, "optimize", settings, {})
 
 
 def _settings(gp: Any, state: State | ExactState) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class Evaluations:
         evidence: ExactEvidence,
         values: Mapping[str, Tensor],
         names: Sequence[str],
-        session: CheckpointSession,
+        session: CheckpointSession | None,
         *,
         mean_unit: float = 1.0,
     ) -> None:
@@ -44,7 +44,7 @@ class Evaluations:
         self.places: list[Tensor] = []  # log θ (p,)
         self.results: list[tuple[float, Tensor]] = []
         self.number = 0  # of those that this search has asked for
-        if session.saved is not None:
+        if session is not None and session.saved is not None:
             try:
                 self._take(session.saved)
             except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -88,7 +88,8 @@ class Evaluations:
         self.places.append(place.clone())
         self.results.append((value, gradient.double().cpu()))
         self.number += 1
-        self.session.offer(self.to_content)
+        if self.session is not None:
+            self.session.offer(self.to_content)
         return self.results[-1]
 
     @property

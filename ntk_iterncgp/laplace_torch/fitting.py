@@ -194,7 +194,7 @@ class FittedNetwork(BaseFunctionalLaplace):
         _require_one_device(self.model)
         with exclusively(self.model), evaluating(self.model):
             network = self._network(part)
-            session = open_session(checkpoint, "fit", lambda: identity(self, network))
+            session = None if checkpoint is None else open_session(checkpoint, "fit", *identity(self, network))
             found = _fitted_to(network, self.settings, progress_bar=progress_bar, session=session)
             self._take(self._with_reference(found, network))
             self._shard = shard
@@ -228,7 +228,9 @@ class FittedNetwork(BaseFunctionalLaplace):
             with derivatives_as_before(self):
                 network = self._network(loader, is_known=self.has_fitted)
             settings, before = update_settings(self, network), self.n_data if self._fitted else 0
-            session = open_session(checkpoint, "update", lambda: identity(self, network, update=(settings, before)))
+            session = None
+            if checkpoint is not None:
+                session = open_session(checkpoint, "update", *identity(self, network, update=(settings, before)))
             with without_interruption():
                 found = _fitted_to(network, settings, progress_bar=progress_bar, session=session)
             check_new_data(self, found)
@@ -301,7 +303,9 @@ class FittedNetwork(BaseFunctionalLaplace):
         with exclusively(self.model), evaluating(self.model):
             part = train_loader if self._shard is None else shard_of(train_loader, self._shard)
             network, fitted = self._network(part), self._fit
-            session = open_session(checkpoint, "refine", lambda: identity(self, network, fitted, budget))
+            session = None
+            if checkpoint is not None:
+                session = open_session(checkpoint, "refine", *identity(self, network, fitted, budget))
             fitted.first_batch.check_same(network.first_batch)
             network.data.keep_bytes = room_for_data(check_memory_to_refine(fitted, network, self.settings, budget))
             refine = refine_by_clusters if self.settings.in_groups else refine_by_products
@@ -431,7 +435,7 @@ def _require_one_device(model: nn.Module) -> None:
 
 
 def _fitted_to(
-    network: LinearisedNetwork, settings: NetworkSettings, *, progress_bar: bool, session: CheckpointSession
+    network: LinearisedNetwork, settings: NetworkSettings, *, progress_bar: bool, session: CheckpointSession | None
 ) -> NetworkFit:
     """Infer the posterior, if it fits in memory; in groups of data, or by products with the NTK."""
     network.data.keep_bytes = room_for_data(check_memory(estimate_cost(network, settings, timed=False)))

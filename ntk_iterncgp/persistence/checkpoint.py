@@ -118,31 +118,21 @@ class Checkpoint:
 
 @final
 class CheckpointSession:
-    """One fit or refine that is saved as it goes. Without a checkpoint nothing is saved, nor found."""
+    """One fit or refine that is saved as it goes."""
 
-    def __init__(
-        self, checkpoint: Checkpoint | None, name: str = "", identity: Mapping[str, Any] | None = None
-    ) -> None:
-        self.checkpoint, self.name, self.identity = checkpoint, name, identity or {}
+    def __init__(self, checkpoint: Checkpoint, name: str, identity: Mapping[str, Any]) -> None:
+        self.checkpoint, self.name, self.identity = checkpoint, name, identity
         self.saved: Any = None  # what to resume
         self.has_ended = False
         self._sequence, self._last_save, self._save_seconds = 0, time.monotonic(), 0.0
         self._complained = False
         self._lock: FolderLock | None = None  # the main process's
-        if checkpoint is not None:
-            self._open(checkpoint)
+        self._open(checkpoint)
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
-    @property
-    def is_kept(self) -> bool:
-        """Whether anything is saved."""
-        return self.checkpoint is not None
-
     def is_due(self) -> bool:
         """Whether it is time to save again; of several processes the main one's clock decides."""
-        if self.checkpoint is None:
-            return False
         wait = max(self.checkpoint.every_seconds, self._save_seconds / SAVING_SHARE)
         return parallel.any_of(parallel.is_main() and time.monotonic() - self._last_save >= wait)
 
@@ -153,7 +143,7 @@ class CheckpointSession:
 
     def save(self, content: Content, *, has_ended: bool = False) -> None:
         """Save now. What fails is reported once; the run continues, the last good file stays. One process writes."""
-        if self.checkpoint is None or not parallel.is_main():
+        if not parallel.is_main():
             return
         started = time.monotonic()
         tensors: dict[str, Tensor] = {}
@@ -180,8 +170,6 @@ class CheckpointSession:
 
     def end(self, content: Callable[[], Content]) -> None:
         """The call has its result: retained where more calls follow, else removed."""
-        if self.checkpoint is None:
-            return
         is_kept = self.checkpoint.has_ended()
         if not self.has_ended and is_kept:
             self.save(content(), has_ended=True)
@@ -197,7 +185,6 @@ class CheckpointSession:
         self.saved = None
 
     def _path(self, slot: int) -> Path:
-        assert self.checkpoint is not None
         return self.checkpoint.directory / f"{self.name}.{'ab'[slot]}.safetensors"
 
     # --- finding ------------------------------------------------------------------------------------------------------
@@ -242,13 +229,13 @@ class CheckpointSession:
             ) from error
 
     def _say(self, message: str) -> None:
-        if self.checkpoint is not None and parallel.is_main():
+        if parallel.is_main():
             self.checkpoint.say(message)
 
     def _read(self, slot: int) -> tuple[dict[str, Any], Any] | None:
         """What one of the two files holds; None, with a message, where it cannot be used."""
         path = self._path(slot)
-        if not path.exists() or self.checkpoint is None:
+        if not path.exists():
             return None
         try:
             about, tensors = read_tensors(path, FORMAT, VERSION)
@@ -270,7 +257,6 @@ class CheckpointSession:
     def refuse(self, differences: list[str]) -> None:
         """Raise an error that names what differs from the run that was saved, if anything does."""
         if differences:
-            assert self.checkpoint is not None
             if self._lock is not None:
                 self._lock.release()
             raise CheckpointMismatch(
@@ -284,21 +270,13 @@ class CheckpointSession:
             self.refuse(_differing_rows(self.saved["data"], found))
 
 
-UNSAVED = CheckpointSession(None)
-"""Nothing is saved: the default of everything that takes a `CheckpointSession`."""
-
-
-def open_session(
-    checkpoint: Checkpoint | None, name: str, identity: Callable[[], tuple[Content, Content]]
-) -> CheckpointSession:
-    """The call of a front door; `identity` gives settings and model, and is asked only where there is a checkpoint."""
-    if checkpoint is None:
-        return UNSAVED
+def open_session(checkpoint: Checkpoint, name: str, settings: Content, model: Content) -> CheckpointSession:
+    """The session of one call of a front door, resumed from what was saved or at its beginning."""
     if not isinstance(checkpoint, Checkpoint):
         raise TypeError(
             f"`checkpoint` must be a Checkpoint; got {type(checkpoint).__name__}. Try Checkpoint('folder')."
         )
-    return checkpoint.session(name, *identity())
+    return checkpoint.session(name, settings, model)
 
 
 def unusable(what: str, error: Exception) -> FileError:

@@ -121,12 +121,12 @@ def data_fingerprint(digests: Tensor) -> Tensor:  # (N,) -> (1,)
     return (mixed ^ (mixed >> 31)).sum().reshape(1) + len(digests)
 
 
-def checked_digests(session: CheckpointSession, data: FixedOrderData) -> Tensor | None:  # (N,)
+def checked_digests(session: CheckpointSession | None, data: FixedOrderData) -> Tensor | None:  # (N,)
     """Of all data, after a check that they are those of what was saved; None where nothing is saved.
 
     Of a forward sweep that was saved in part, the data it had seen are compared.
     """
-    if not session.is_kept:
+    if session is None:
         return None
     found = data_digests(data)
     if session.saved is not None:

@@ -233,12 +233,12 @@ def _trained(model: nn.Module, setting: Setting) -> float:
     plain = as_plain(config)
     settings = dict(flat({"data": plain["data"], "model": plain["model"]}))  # one by one: what differs is named
     settings |= {"seed": config.seed, "device": setting.device.type}
-    session = open_session(setting.checkpoint, "train", lambda: (settings, {}))
-    digests = None
-    if session.is_kept:
+    session, digests = None, None
+    if setting.checkpoint is not None:
+        session = open_session(setting.checkpoint, "train", settings, {})
         digests = data_digests(FixedOrderData(DataLoader(data.train, 1000), device=torch.device("cpu")))
         session.check_data(digests)
-    if session.saved is not None:
+    if session is not None and session.saved is not None:
         model.load_state_dict(session.saved["weights"])
         torch.set_rng_state(session.saved["random"])
         session.end(dict)
@@ -257,7 +257,8 @@ def _trained(model: nn.Module, setting: Setting) -> float:
             )
     parallel.same_model(model.eval())
     found = {"weights": model.state_dict(), "random": torch.get_rng_state(), "fit": fit, "data": digests}
-    session.end(lambda: found)
+    if session is not None:
+        session.end(lambda: found)
     return fit
 
 
