@@ -237,7 +237,7 @@ class Clusters:
     @property
     def rank(self) -> int:
         """How many actions are in the posterior."""
-        return len(self._actions().kept)
+        return len(self.actions_now().kept)
 
     def curvature(self, block: Tensor, rows: Tensor | slice = slice(None)) -> Tensor:  # (r, C) or (r, C, k)
         """W V on some data."""
@@ -362,7 +362,7 @@ class Clusters:
         """SᵀW⁺S = UᵀWU over the data that count, between the groups of all passes."""
         parts = self._directions()
         complete = [done.is_complete for done, _ in parts]
-        gram = block_matrix(self.noise_blocks, complete, lambda i, j: self._noise_block(*parts[i], *parts[j]))
+        gram = block_matrix(self.noise_blocks, complete, lambda at: self._noise_block(*parts[at[0]], *parts[at[1]]))
         return 0.5 * (gram + gram.T)
 
     def image_gram(self) -> Tensor:  # (B, B)
@@ -370,9 +370,9 @@ class Clusters:
 
         After a further pass only what is new of it is computed.
         """
-        found = self._actions()
+        found = self.actions_now()
         images, complete = [part.T for part in found.images], [done.is_complete for done in self.passes]
-        gram = block_matrix(self.gram_blocks, complete, lambda i, j: inner_products(images[i], images[j]))
+        gram = block_matrix(self.gram_blocks, complete, lambda at: inner_products(images[at[0]], images[at[1]]))
         return gram if len(found.kept) == len(gram) else gram[found.kept][:, found.kept]
 
     def rounding_gram(self) -> Tensor:  # (B, B)
@@ -380,7 +380,7 @@ class Clusters:
 
         Each group's is in proportion to its own image, and combinations of groups have theirs however small they are.
         """
-        found, blocks = self._actions(), []
+        found, blocks = self.actions_now(), []
         for done, best in zip(self.passes, found.combinations, strict=True):
             parts = done.images.split(rows_at_once(len(done.images)), 1)
             lengths = sum(part.double().square().sum(1) for part in parts)
@@ -421,16 +421,12 @@ class Clusters:
 
     def actions(self) -> tuple[Tensor, Tensor]:
         """A (P, B) and R (B, B) of the actions that are there and independent."""
-        found = self._actions()
+        found = self.actions_now()
         images = found.images[0] if len(found.images) == 1 else torch.cat(found.images)
         if len(found.kept) < len(images):
             leading = len(found.kept) == 0 or int(found.kept[-1]) < len(found.kept)  # as while groups come in order
             images = images[: len(found.kept)] if leading else images[found.kept]  # no copy of leading ones
         return images.T, found.noise_gram
-
-    def action_images(self) -> list[Tensor]:  # (actions, P) each
-        """What is made of each pass, independent or not."""
-        return self._actions().images
 
     def group_images(self) -> Tensor:  # (P, all groups)
         """Return the images of the groups of all passes."""
@@ -439,13 +435,14 @@ class Clusters:
 
     def combinations(self) -> Tensor:  # (all groups, B)
         """Of the groups' actions, those that are in the posterior."""
-        found = self._actions()
+        found = self.actions_now()
         pairs = zip(self.passes, found.combinations, strict=True)
         blocks = [torch.eye(len(done.images)).to(found.noise_gram) if best is None else best for done, best in pairs]
         combinations: Tensor = torch.block_diag(*blocks)
         return combinations[:, found.kept]
 
-    def _actions(self) -> Actions:
+    def actions_now(self) -> Actions:
+        """What is made of the groups as far as they have been swept; of each pass, independent or not."""
         swept = [int(done.swept.sum()) for done in self.passes]
         if self.latest is None or self.latest.swept != swept:
             gram, sizes, found = self.noise_gram(), [len(done.images) for done in self.passes], []

@@ -79,9 +79,9 @@ class Cache:
         return FixedBatches(source.read(batches), len(batches), source), source
 
 
-def worth_caching(source: MapStyle | None) -> bool:
+def worth_caching(source: MapStyle) -> bool:
     """What is in memory already is not."""
-    if source is None or source.settings["collate_fn"] is not default_collate:
+    if source.settings["collate_fn"] is not default_collate:
         return False
     dataset = source.dataset
     while hasattr(dataset, "dataset"):  # a part of another
@@ -111,6 +111,10 @@ class FixedOrderData:
         self._batches = self._opened = in_fixed_order(loader)
         source = self._batches.source if isinstance(self._batches, FixedBatches) else None
         self._source = source if source is not None and source.indices else None  # what can be visited in any order
+        self.num_items = None if self._source is None else len(self._source.indices)
+        """How many items the loader draws from a map-style dataset; None for data that only come in order."""
+        self.batch_size = 1 if self._source is None else self._source.batch_size
+        """How many data the loader takes at once, where they can be visited in any order."""
         self.dataset = getattr(loader, "dataset", loader)
         self.keep_bytes = 0  # how many bytes of a first sweep may be cached
 
@@ -118,15 +122,10 @@ class FixedOrderData:
         """The number of batches."""
         return len(self._batches)
 
-    @property
-    def batch_size(self) -> int:
-        """How many data the loader takes at once, where they can be visited in any order."""
-        return 1 if self._source is None else self._source.batch_size
-
     def batches(self) -> Iterator[tuple[Inputs, Tensor]]:
         """One sweep, on the device."""
         source, cached = self._source, None
-        if source is not None and self.keep_bytes and worth_caching(source):
+        if source is not None and self.keep_bytes and source.tensors is None and worth_caching(source):
             cached = Cache(len(source.indices), self.keep_bytes)
         for batch in self._batches:
             if cached is not None and not cached.add(batch):
@@ -216,11 +215,6 @@ class FixedOrderData:
                 f"{f' of length {len(batch)}' if isinstance(batch, (tuple, list)) else ''}. Try another collate_fn."
             )
         return to_device(batch[0], self.device), to_device(batch[1], self.device)
-
-    @property
-    def num_items(self) -> int | None:
-        """How many items the loader draws from a map-style dataset; None for data that only come in order."""
-        return None if self._source is None else len(self._source.indices)
 
     def num_data(self, rows_of_first: int) -> int:
         """How many data there are, counted without loading them; from the first batch where they only come in order."""

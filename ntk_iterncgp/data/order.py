@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 from operator import index
 from typing import Any, NamedTuple, TypeVar
@@ -282,26 +283,24 @@ class MapStyle:
         """With a collate_fn of the user's own, which may do anything to a batch."""
         return self.is_batched and self.settings["collate_fn"] is not default_collate
 
-    @property
-    def tensors(self) -> TensorsAtOnce | None:
-        """The data, where they are plain tensors: then nothing about them is random. A subclass may do anything."""
+    @cached_property
+    def tensors(self) -> tuple[Sequence[Tensor], Tensor | None] | None:
+        """The data, where they are plain tensors, and which rows of them. A subclass may do anything."""
         dataset: Any = self.dataset
         indices: Tensor | None = None
         if not self.is_batched or self.collates_by_itself:
             return None
         if type(dataset) is Subset:
             dataset, indices = dataset.dataset, torch.as_tensor(dataset.indices)
-        return TensorsAtOnce(dataset.tensors, indices) if type(dataset) is TensorDataset else None
+        return (dataset.tensors, indices) if type(dataset) is TensorDataset else None
 
-    def read(self, batches: Any) -> DataLoader[Any]:
-        """Return a loader of these batches, with frozen random numbers.
-
-        Tensors are indexed by a whole batch: datum by datum took as long as a third of the forward pass of a small
-        network.
-        """
+    def read(self, batches: Any) -> DataLoader[Any] | TensorBatches:
+        """Return a re-iterable over these batches, with frozen random numbers."""
+        if self.tensors is not None:
+            return TensorBatches(*self.tensors, batches)
         init = WorkerInit(self.settings.get("worker_init_fn"))
         settings = self.settings | {"collate_fn": as_it_is, "worker_init_fn": init}
-        reader = self.tensors or FrozenReader(self.dataset, self.settings["collate_fn"])
+        reader = FrozenReader(self.dataset, self.settings["collate_fn"])
         if not self.is_batched:
             return DataLoader(reader, batch_size=None, sampler=batches, **settings)
         return DataLoader(reader, batch_sampler=batches, **settings)
@@ -317,6 +316,8 @@ class FixedBatches:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
+        if isinstance(self.iterable, TensorBatches):
+            return iter(self.iterable)
         if self.source is None:
             return frozen_sweep(self.iterable, _generators(self.iterable))
         with undisturbed():  # a DataLoader draws a seed for its workers from the caller's random numbers
@@ -422,15 +423,21 @@ def loader_settings(loader: DataLoader[Any]) -> dict[str, Any]:
     )
 
 
-class TensorsAtOnce(Dataset[Any]):
-    """The items of a TensorDataset, or of a part of one, a batch at a time."""
+@dataclass(frozen=True, eq=False)
+class TensorBatches:
+    """Batches of a TensorDataset, or of a part of one, where there is nothing to load or to draw.
 
-    def __init__(self, tensors: Sequence[Tensor], indices: Tensor | None) -> None:
-        self._tensors, self._indices = tensors, indices
+    Tensors are indexed by a whole batch: datum by datum took as long as a third of the forward pass of a small network.
+    """
 
-    def __getitems__(self, batch: list[int]) -> list[Tensor]:
-        rows = torch.tensor(batch) if self._indices is None else self._indices[batch]
-        return [tensor[rows.to(tensor.device)] for tensor in self._tensors]
+    tensors: Sequence[Tensor]
+    indices: Tensor | None  # of the part
+    batches: Iterable[list[int]]
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        for batch in self.batches:
+            rows = torch.tensor(batch) if self.indices is None else self.indices[batch]
+            yield [tensor[rows.to(tensor.device)] for tensor in self.tensors]
 
 
 def as_it_is(batch: Any) -> Any:

@@ -28,7 +28,7 @@ from ntk_iterncgp.fitting.network import (
     advice_after,
     checked_targets,
 )
-from ntk_iterncgp.fitting.network_check import check_posterior, checked_passes, each_rows
+from ntk_iterncgp.fitting.network_check import check_posterior, checked_passes, rows_at
 from ntk_iterncgp.fitting.report import FitReport, Record, from_table, to_table
 from ntk_iterncgp.jacobian.rows import curvature_diagonal, plan_trace
 from ntk_iterncgp.likelihoods.base import CurvatureAt
@@ -505,7 +505,7 @@ def _finish(trajectory: Trajectory[AnyState], network: LinearisedNetwork, settin
             weight_posterior(state, network),
             network.prior_precision,
             network.noise_scale,
-            each_rows(network, found.visited),
+            (rows_at(network, x) for x in found.visited),
         )
     if settings.options.max_rank is not None:
         posterior = whole.compress(settings.options.max_rank, network.prior_precision, network.noise_scale)

@@ -123,12 +123,7 @@ def _looks(
 
 def image_bytes(jacobian: NetworkJacobian, actions: int) -> int:
     """Of the images of so many actions."""
-    return actions * jacobian.num_params * number_bytes(jacobian)
-
-
-def number_bytes(jacobian: NetworkJacobian) -> int:
-    """Of one number in the dtype of the derivatives."""
-    return torch.empty(0, dtype=jacobian.dtype).element_size()
+    return actions * jacobian.num_params * jacobian.dtype.itemsize
 
 
 TIMED_COLUMNS = 16  # of the actions, when a prediction is timed: all of them may not fit in memory
@@ -398,14 +393,14 @@ def _fixed_bytes(plan: Plan, jacobian: NetworkJacobian) -> int:
 
 def _action_bytes(plan: Plan, jacobian: NetworkJacobian) -> int:
     """What all actions take: their images, small matrices, and S and T where they are vectors over the data."""
-    in_outputs = 0 if plan.in_groups else 2 * plan.num_outputs * plan.num_data * plan.actions * number_bytes(jacobian)
+    in_outputs = 0 if plan.in_groups else 2 * plan.num_outputs * plan.num_data * plan.actions * jacobian.dtype.itemsize
     return image_bytes(jacobian, plan.actions) + 5 * 8 * plan.actions**2 + in_outputs
 
 
 def check_memory(cost: Cost) -> int:
     """Refuse what cannot fit, before it starts; else how much it takes."""
     advice = "Use fewer actions (num_actions), less for rows of the Jacobian (chunk_bytes), or fewer weights."
-    require_memory(cost.fit_bytes, cost.available_bytes, f"{advice}\n{cost}")
+    require_memory(cost.fit_bytes, cost.available_bytes, advice, cost)
     return cost.fit_bytes
 
 

@@ -35,7 +35,7 @@ from ntk_iterncgp.data.fixed_order import Inputs, slice_rows
 from ntk_iterncgp.fitting.network import LinearisedNetwork, NetworkSettings
 from ntk_iterncgp.fitting.report import ELSEWHERE, MIN_DATA, ROWS, SelfCheckError, refusal
 from ntk_iterncgp.jacobian.rows import FEW_NUMBERS, NetworkJacobian, Rows, affordable_data
-from ntk_iterncgp.linalg.factor import SLICE_ROWS, inner_products, rounding_noise, rows_at_once
+from ntk_iterncgp.linalg.factor import SLICE_ROWS, block_matrix, inner_products, rounding_noise
 from ntk_iterncgp.posterior.weight_space import WeightPosterior
 from ntk_iterncgp.runtime import parallel
 
@@ -220,65 +220,44 @@ def _has_unit_noise(clusters: Clusters, done: Pass) -> bool:
 
 def _gram_is_right(clusters: Clusters) -> bool:
     """Of the passes whose blocks are cached, all at once: two products with their images."""
-    known = _num_known(clusters.gram_blocks)
-    images = clusters.action_images()[:known] if known else []
-    z = _signs(images)
-    lengths = [torch.linalg.vector_norm(block, dim=1).double() for block in images]
-    products = [_combined(block, part) for block, part in zip(images, z, strict=True)]
-    for i, block in enumerate(images):
-        total = torch.stack(products).sum(0)[:, None]
-        off = inner_products(block.T, total)[:, 0] - _row_of_blocks(clusters.gram_blocks, i, z)
-        allowed = network_rounding(block.dtype) * lengths[i] * float(torch.cat(lengths).sum())
-        if not bool((off.abs() <= allowed).all()):
-            return False
-    return True
-
-
-def _combined(images: Tensor, z: Tensor) -> Tensor:  # (B, P), (B,) -> (P,)
-    """A z in float64, a slice of weights at a time: no second copy of the images."""
-    total = torch.empty(images.shape[1], dtype=torch.float64, device=images.device)
-    step = rows_at_once(len(images))
-    for place, part in zip(total.split(step), images.split(step, 1), strict=True):
-        place.copy_(z @ part.double())
-    return total
+    images = clusters.actions_now().images[: _num_known(clusters.gram_blocks)]
+    if not images:
+        return True
+    gram = block_matrix(clusters.gram_blocks, [True] * len(images), clusters.gram_blocks.__getitem__)
+    z = _signs(gram)
+    parts = zip(images, z.split([len(block) for block in images]), strict=True)
+    total = torch.stack([inner_products(block, part[:, None]) for block, part in parts]).sum(0)  # A z (P, 1)
+    off = torch.cat([inner_products(block.T, total)[:, 0] for block in images]) - gram @ z
+    lengths = torch.cat([torch.linalg.vector_norm(block, dim=1).double() for block in images])
+    return bool((off.abs() <= network_rounding(images[0].dtype) * lengths * lengths.sum()).all())
 
 
 def _noise_is_right(clusters: Clusters) -> bool:
-    """The same with directions, and one product with W. Of decided data W is known to eps alone."""
+    """The same with directions, and one product with W. Of saturated data W is known to eps alone."""
     parts = [(done, u) for done in clusters.passes for u in done.directions][: _num_known(clusters.noise_blocks)]
-    z = _signs([done.checksums[: done.num_groups] for done, _ in parts])
     if not parts:
         return True
-    v = torch.zeros_like(clusters.outputs)
-    for part, (done, u) in zip(z, parts, strict=True):
+    noise = block_matrix(clusters.noise_blocks, [True] * len(parts), clusters.noise_blocks.__getitem__)
+    z, v = _signs(noise), torch.zeros_like(clusters.outputs)
+    for part, (done, u) in zip(z.split([done.num_groups for done, _ in parts]), parts, strict=True):
         v.index_add_(0, done.rows, part[done.labels, None] * u)
     curved, length, eps = clusters.curvature(v), torch.linalg.vector_norm(v, dim=1), torch.finfo(torch.float64).eps
-    for i, (done, u) in enumerate(parts):
-        sums = torch.zeros(2, done.num_groups, dtype=torch.float64, device=v.device)
+    sums = []
+    for done, u in parts:
         each = torch.stack([(u * curved[done.rows]).sum(1), torch.linalg.vector_norm(u, dim=1) * length[done.rows]])
-        direct, size = sums.index_add_(1, done.labels, each)
-        off = direct - _row_of_blocks(clusters.noise_blocks, i, z)
-        if not bool((off.abs() <= 1e-9 * sum(map(len, z)) + 16 * eps * size).all()):
-            return False
-    return True
+        sums.append(each.new_zeros(2, done.num_groups).index_add_(1, done.labels, each))
+    direct, size = torch.cat(sums, 1)
+    return bool(((direct - noise @ z).abs() <= 1e-9 * len(z) + 16 * eps * size).all())
 
 
 def _num_known(blocks: dict[tuple[int, int], Tensor]) -> int:
     """For how many, from the first, all blocks between them are there."""
-    number = 0
-    while all((number, j) in blocks for j in range(number + 1)):
-        number += 1
-    return number
+    return 1 + max((i for i, _ in blocks), default=-1)
 
 
-def _signs(like: list[Tensor]) -> list[Tensor]:  # (B, …) each -> (B,) each
+def _signs(matrix: Tensor) -> Tensor:  # (B, B) -> (B,)
     generator = torch.Generator().manual_seed(0)
-    return [(2.0 * torch.randint(2, (len(t),), generator=generator) - 1).double().to(t.device) for t in like]
-
-
-def _row_of_blocks(blocks: dict[tuple[int, int], Tensor], i: int, z: list[Tensor]) -> Tensor:
-    """One row of blocks of a symmetric matrix, of which the lower triangle is kept, times z."""
-    return torch.cat([blocks[i, j] if j <= i else blocks[j, i].T for j in range(len(z))], 1) @ torch.cat(z)
+    return (2.0 * torch.randint(2, (len(matrix),), generator=generator) - 1).to(matrix)
 
 
 def _visit(
@@ -353,7 +332,7 @@ def _check_adjoint(network: LinearisedNetwork, x: Inputs, found: Findings) -> No
         t = torch.randn(jacobian.num_params, generator=generator).to(rows.outputs)
         product = rows.times(t[:, None])[..., 0]  # (b, C), or (b, r) for r combinations of the outputs
         v = torch.randn(product.shape, generator=generator).to(rows.outputs)
-        contrasts = _contrasts(rows.outputs)
+        contrasts = _contrasts(network)
         cotangents = v if contrasts is None else v @ contrasts.T.to(v)
         left = float(jacobian.vjp(x, cotangents[..., None])[:, 0].double() @ t.double())
         right = float((v.double() * product).sum())
@@ -366,23 +345,18 @@ def _check_adjoint(network: LinearisedNetwork, x: Inputs, found: Findings) -> No
         )
 
 
+@torch.no_grad()
 def rows_at(network: LinearisedNetwork, x: Inputs) -> Rows:
     """Of all outputs, or of some random combinations where there are many: what is wrong with one is in all of them."""
-    contrasts = _contrasts(network.jacobian.forward(x))
-    return network.jacobian.rows(x, network.data.num_rows(x), contrasts)
+    return network.jacobian.rows(x, network.data.num_rows(x), _contrasts(network))
 
 
-def _contrasts(outputs: Tensor) -> Tensor | None:  # (b, C) -> (C, r)
+def _contrasts(network: LinearisedNetwork) -> Tensor | None:  # (C, r)
     """Orthonormal, and always the same."""
+    outputs = network.first_batch.outputs
     C = outputs.shape[1]
     if C <= MAX_CHECKED_OUTPUTS:
         return None
     drawn = torch.randn(C, MAX_CHECKED_OUTPUTS, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     orthonormal: Tensor = torch.linalg.qr(drawn).Q.to(outputs.device)
     return orthonormal
-
-
-def each_rows(network: LinearisedNetwork, visited: list[Inputs]) -> Iterator[Rows]:
-    """Of the inputs that were visited."""
-    with torch.no_grad():
-        yield from (rows_at(network, x) for x in visited)

@@ -73,7 +73,6 @@ class Jacobian(NetworkJacobian):
         self._padding = padding_rows(model, chosen)
         self.sizes = [value.numel() for value in self.params.values()]
         self.num_params = sum(self.sizes)
-        self.params_bytes = torch.empty(0, dtype=self.dtype).element_size()
         self._vmaps = True
         self._places = layers_of(model, self.params)
         self._numbers_per_output: int | None = None  # of rows by layers, for one input
@@ -200,7 +199,7 @@ class Jacobian(NetworkJacobian):
         # less, as `prepare` finds; before it, what `layer_rows` may take at the most.
         by_layers = self._places is not None and not torch.is_grad_enabled()
         numbers = (self._numbers_per_output or 2 * self.num_params) if by_layers else 3 * self.num_params
-        return num_outputs * numbers * self.params_bytes
+        return num_outputs * numbers * self.dtype.itemsize
 
     def rows(self, x: Inputs, num_rows: int, contrasts: Contrasts | None = None) -> Rows:
         if not torch.is_grad_enabled():

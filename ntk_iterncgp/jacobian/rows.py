@@ -254,23 +254,16 @@ def row_epochs(num_outputs: int) -> float:
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def in_parts(
-    jacobian: NetworkJacobian, x: Inputs, num_rows: int, num_outputs: int, chunk_bytes: int
-) -> Iterator[tuple[Inputs, int]]:
-    """A batch in parts whose rows of J fit in `chunk_bytes`, with their sizes; or an error that names the bytes."""
-    for part in jacobian.parts(x, num_rows, num_outputs, chunk_bytes):
-        yield slice_rows(x, part, num_rows), part.stop - part.start
-
-
 def rows_of_data(
-    jacobian: NetworkJacobian, data: FixedOrderData, shard: Shard, num_outputs: int, chunk_bytes: int
+    jacobian: NetworkJacobian, data: FixedOrderData, shard: Shard | None, num_outputs: int, chunk_bytes: int
 ) -> Iterator[tuple[slice, Rows]]:
     """The rows of J of this process's data, in parts that fit in `chunk_bytes`: one sweep."""
     for batch, x, _ in data.sweep(shard):
         start = batch.start
-        for part, size in in_parts(jacobian, x, batch.stop - start, num_outputs, chunk_bytes):
-            yield slice(start, start + size), jacobian.rows(part, size)
-            start += size
+        for rows in jacobian.rows_in_parts(x, batch.stop - start, None, num_outputs, chunk_bytes):
+            stop = start + len(rows.outputs)
+            yield slice(start, stop), rows
+            start = stop
 
 
 # --- the diagonal of JᵀWJ ---------------------------------------------------------------------------------------------
@@ -301,11 +294,10 @@ def curvature_diagonal(
     num_data, C = curvature.latent.shape
     total = torch.zeros(jacobian.num_params, dtype=torch.float64, device=jacobian.device)
     if plan.is_exact:
-        shard = data.shard() or Shard.whole(num_data)
         with torch.no_grad():
-            for part, rows in rows_of_data(jacobian, data, shard, C, chunk_bytes):
+            for part, rows in rows_of_data(jacobian, data, data.shard(), C, chunk_bytes):
                 total += rows.curvature_diagonal(partial(curvature, part))
-        return shard.sum(total)
+        return all_sum(total)
     traces = curvature.traces()
     if plan.num_rows:
         weights = traces.clamp_min(1e-300)

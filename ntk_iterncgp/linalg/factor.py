@@ -92,13 +92,13 @@ DEPENDENT = 1e-6  # an action of which less than this fraction is new, in the me
 
 
 def block_matrix(
-    known: dict[tuple[int, int], Tensor], complete: list[bool], block: Callable[[int, int], Tensor]
+    known: dict[tuple[int, int], Tensor], complete: list[bool], block: Callable[[tuple[int, int]], Tensor]
 ) -> Tensor:
     """A symmetric matrix from its blocks; those between complete passes are computed once, and cached in `known`."""
     found: dict[tuple[int, int], Tensor] = {}
     for i in range(len(complete)):
         for j in range(i + 1):
-            found[i, j] = known[i, j] if (i, j) in known else block(i, j)
+            found[i, j] = known[i, j] if (i, j) in known else block((i, j))
             found[j, i] = found[i, j].T
             if complete[i] and complete[j]:
                 known[i, j] = found[i, j]

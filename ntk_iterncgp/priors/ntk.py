@@ -17,7 +17,6 @@ from ntk_iterncgp.jacobian.rows import (
     NetworkJacobian,
     affordable_data,
     curvature_diagonal,
-    in_parts,
     plan_trace,
     rows_of_data,
 )
@@ -172,9 +171,8 @@ class NTKPrior(Prior):
             num_rows = self.data.num_rows(x)
             some = min(num_rows, self.checked_data(num_rows))
             first = slice_rows(x, slice(0, some), num_rows)
-            part, size = next(in_parts(self.jacobian, first, some, self.num_outputs, self.chunk_bytes))
             with torch.no_grad():
-                rows = self.jacobian.rows(part, size)
+                rows = next(self.jacobian.rows_in_parts(first, some, None, self.num_outputs, self.chunk_bytes))
                 largest += rows.covariance(self.prior_variance).diagonal(dim1=1, dim2=2).max()
         return float(largest if self.shard.is_whole else parallel.from_main(largest))
 

@@ -63,11 +63,12 @@ def highest_bytes() -> int:
     return _highest
 
 
-def require_memory(needed: int, available: int | None, advice: str) -> None:
-    """Raise a `MemoryError` that names both sizes, unless it fits or nobody knows."""
+def require_memory(needed: int, available: int | None, *advice: object) -> None:
+    """Raise a `MemoryError` that names both sizes and ends with the advice, unless it fits or nobody knows."""
     if available is not None and needed > available:
         raise MemoryError(
-            f"The fit must take at most {mebibytes(available)}, the memory available; got {mebibytes(needed)}. {advice}"
+            f"The fit must take at most {mebibytes(available)}, the memory available; got {mebibytes(needed)}. "
+            + "\n".join(map(str, advice))
         )
 
 

@@ -30,7 +30,7 @@ from ntk_iterncgp.experiments.evaluation.families import Downdated, Family, Spec
 from ntk_iterncgp.experiments.evaluation.valla import fit_valla
 from ntk_iterncgp.experiments.progress import Progress
 from ntk_iterncgp.jacobian.autograd import Jacobian
-from ntk_iterncgp.jacobian.rows import DenseRows, in_parts
+from ntk_iterncgp.jacobian.rows import DenseRows
 from ntk_iterncgp.runtime.threads import evaluating
 
 CHUNK_BYTES = 256 * 2**20
@@ -274,9 +274,9 @@ def rows_of(jacobian: Jacobian, loader: DataLoader[Any], progress: Progress | No
     with torch.no_grad():
         for x, _ in data.batches():
             num_outputs = jacobian.forward(x[:1]).shape[1]
-            for part, size in in_parts(jacobian, x, data.num_rows(x), num_outputs, CHUNK_BYTES):
-                yield jacobian.rows(part, size)
-                progress.advance(size)
+            for rows in jacobian.rows_in_parts(x, data.num_rows(x), None, num_outputs, CHUNK_BYTES):
+                yield rows
+                progress.advance(len(rows.outputs))
 
 
 def _fitted(subset: str, structure: str, model: nn.Module, loader: DataLoader[Any]) -> Any:
