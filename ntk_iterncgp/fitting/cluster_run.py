@@ -22,13 +22,13 @@ from ntk_iterncgp.clusters.grouping import batch_features
 from ntk_iterncgp.data.fixed_order import Inputs
 from ntk_iterncgp.fitting.drive import Budget, Run, Stage, Trajectory, drive, interruptible
 from ntk_iterncgp.fitting.network import (
+    ADVICE,
+    MORE,
     LinearisedNetwork,
     NetworkFit,
     NetworkSettings,
-    advice_after,
-    checked_targets,
 )
-from ntk_iterncgp.fitting.network_check import check_posterior, checked_passes, rows_at
+from ntk_iterncgp.fitting.network_check import check_posterior, checked_passes, checked_targets, rows_at
 from ntk_iterncgp.fitting.report import FitReport, Record, from_table, to_table
 from ntk_iterncgp.jacobian.rows import curvature_diagonal, plan_trace
 from ntk_iterncgp.likelihoods.base import CurvatureAt
@@ -114,12 +114,11 @@ class ClusterState:
         N, C = outputs.shape
         generator = torch.Generator()
         generator.set_state(saved["generator"])
-        likelihood = network.likelihood(outputs, noise=1.0)
         targets = _checked(saved["targets"], "targets", None, device, N)
         clusters = Clusters(
-            likelihood,
+            network.likelihood,
             outputs,
-            checked_targets(likelihood, outputs, targets),
+            checked_targets(network.likelihood, outputs, targets),
             _checked(saved["features"], "features", torch.float32, device, N),
             generator,
             [_pass(done, network, (N, C)) for done in saved["passes"]],
@@ -349,12 +348,11 @@ class ClusterRun(Run[AnyState]):
                 yield state
         columns = list(zip(*state.batches, strict=True))
         outputs, targets, features = torch.cat(columns[0]).double(), torch.cat(columns[1]), columns[2]
-        likelihood = network.likelihood(outputs, noise=1.0)
-        checked = checked_targets(likelihood, outputs, targets)
+        checked = checked_targets(network.likelihood, outputs, targets)
         generator = torch.Generator().manual_seed(self.settings.seed)
         same_width = len({part.shape[1] for part in features}) == 1  # or batches are padded, each to its own length
         clusters = Clusters(
-            likelihood, outputs, checked, torch.cat(features) if same_width else outputs.float(), generator
+            network.likelihood, outputs, checked, torch.cat(features) if same_width else outputs.float(), generator
         )
         num_calls = max(len(data), min(self.settings.num_actions, len(outputs)))
         plan = plan_trace(network.jacobian, len(outputs), outputs.shape[1], num_calls)
@@ -518,7 +516,7 @@ def _finish(trajectory: Trajectory[AnyState], network: LinearisedNetwork, settin
         loss = 0.5 * float((clusters.outputs - clusters.targets).square().sum())
     report = FitReport(
         status=status.value,
-        advice=advice_after(status),
+        advice=ADVICE.get(status, MORE),
         num_products=0,
         num_newton_steps=0,
         rank=posterior.rank,

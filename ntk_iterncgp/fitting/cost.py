@@ -73,7 +73,7 @@ class Plan:
         actions = groups = settings.num_actions
         items, cotangents = num_data, 1
         if in_groups:
-            cotangents = cotangents_each(network.likelihood(outputs, 1.0), settings.cotangents)
+            cotangents = cotangents_each(network.likelihood, settings.cotangents)
             actions *= settings.cotangents or 1
             items = _looks(network, settings, outputs, num_data, cotangents) * num_data // rows
             groups = groups_for(actions, items, image_bytes(jacobian, 1), cotangents) * cotangents
@@ -113,7 +113,7 @@ def _looks(
     network: LinearisedNetwork, settings: NetworkSettings, outputs: Tensor, num_data: int, cotangents: int
 ) -> int:
     """How often data of the first batch are looked at, if it is a sample of all."""
-    likelihood = network.likelihood(outputs, 1.0).for_prior_variance(ANY_VARIANCE)
+    likelihood = network.likelihood.for_prior_variance(ANY_VARIANCE)
     has_a_choice = has_choice(likelihood, cotangents, settings.num_actions, num_data)
     if not has_a_choice or not bool(torch.isfinite(outputs).all()):
         return len(outputs)

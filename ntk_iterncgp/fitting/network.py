@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
-import torch
 from torch import Tensor
 
 from ntk_iterncgp.data.fixed_order import FirstBatch, FixedOrderData
@@ -21,8 +20,6 @@ from ntk_iterncgp.fitting.drive import Budget
 from ntk_iterncgp.fitting.report import FitReport
 from ntk_iterncgp.jacobian.rows import NetworkJacobian
 from ntk_iterncgp.likelihoods.base import Likelihood
-from ntk_iterncgp.likelihoods.gaussian import Gaussian
-from ntk_iterncgp.likelihoods.softmax import Softmax
 from ntk_iterncgp.posterior.weight_space import WeightPosterior, precision_of_weights
 from ntk_iterncgp.runtime.validate import seed_number, whole_number
 from ntk_iterncgp.solver.policies import Policy, resolve_policy
@@ -43,6 +40,7 @@ class NetworkSettings:
 
     mean: str
     policy: Policy | Literal["clusters"]
+    in_groups: bool  # actions are groups of data; else each is a product with the NTK, as the policy says
     num_actions: int
     cotangents: int | None  # directions of each datum; None: one, or each output of a regression
     max_epochs: float | None
@@ -93,6 +91,7 @@ class NetworkSettings:
         return cls(
             mean=mean,
             policy=CLUSTERS if policy == CLUSTERS else resolve_policy(policy, others=[CLUSTERS]),
+            in_groups=policy == CLUSTERS,
             num_actions=num_actions,
             cotangents=None if cotangents is None else whole_number("cotangents", cotangents, at_least=1),
             max_epochs=max_epochs,
@@ -101,11 +100,6 @@ class NetworkSettings:
             chunk_bytes=whole_number("chunk_bytes", chunk_bytes, at_least=1),
             seed=seed_number(seed),
         )
-
-    @property
-    def in_groups(self) -> bool:
-        """Actions are groups of data; else each is a product with the NTK, as the policy says."""
-        return self.policy == CLUSTERS
 
     @property
     def product_policy(self) -> Policy:
@@ -124,6 +118,7 @@ class LinearisedNetwork:
     jacobian: NetworkJacobian
     data: FixedOrderData
     classification: bool
+    likelihood: Likelihood  # with unit noise
     prior_precision: Tensor  # (1,), (L,) or (P,)
     noise_scale: Tensor
     shift: Tensor  # θ* − μ₀ (P,)
@@ -135,16 +130,6 @@ class LinearisedNetwork:
     def weight_precision(self) -> Tensor:  # (P,)
         """The prior precision of each weight."""
         return precision_of_weights(self.prior_precision, self.layer_sizes)
-
-    def likelihood(self, outputs: Tensor, noise: float) -> Likelihood:
-        """Of the right kind, after a check of the outputs."""
-        if not bool(torch.isfinite(outputs).all()):
-            bad = int((~torch.isfinite(outputs)).any(1).sum())
-            raise ValueError(
-                f"The model must return finite outputs; got NaN or infinity for {bad} of {len(outputs)} training "
-                "inputs. Try smaller inputs, and check its weights."
-            )
-        return Softmax(outputs.shape[1]) if self.classification else Gaussian(noise, num_outputs=outputs.shape[1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,22 +149,9 @@ class NetworkFit:
     data_seen: Tensor  # (1,)
 
 
-def checked_targets(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:
-    """One finite target for each output, as the likelihood takes them."""
-    if len(targets) != len(outputs):
-        raise ValueError(
-            f"There must be one target for each of the {len(outputs)} training inputs; got {len(targets)}. Try a "
-            "loader whose batches are pairs (x, y)."
-        )
-    if targets.is_floating_point() and not bool(torch.isfinite(targets).all()):
-        raise ValueError("Targets must be finite; got NaN or infinity. Try it without those data.")
-    return likelihood.check_targets(targets)
-
-
-def advice_after(status: str) -> str:
-    """What to do next."""
-    if status == Status.EXHAUSTED:
-        return "There is no new action beyond rounding. information_captured says how much of the data has been used."
-    if status == Status.NEWTON_STEPS:
-        return "The mean had not converged when the Newton steps ran out. Use more actions per step."
-    return "refine(train_loader, epochs=…) contracts the variance further."
+ADVICE = {
+    Status.EXHAUSTED: "There is no new action beyond rounding. information_captured says how much of the data has been "
+    "used.",
+    Status.NEWTON_STEPS: "The mean had not converged when the Newton steps ran out. Use more actions per step.",
+}
+MORE = "refine(train_loader, epochs=…) contracts the variance further."  # the advice after any other status

@@ -35,6 +35,7 @@ from ntk_iterncgp.data.fixed_order import Inputs, slice_rows
 from ntk_iterncgp.fitting.network import LinearisedNetwork, NetworkSettings
 from ntk_iterncgp.fitting.report import ELSEWHERE, MIN_DATA, ROWS, SelfCheckError, refusal
 from ntk_iterncgp.jacobian.rows import FEW_NUMBERS, NetworkJacobian, Rows, affordable_data
+from ntk_iterncgp.likelihoods.base import Likelihood
 from ntk_iterncgp.linalg.factor import SLICE_ROWS, block_matrix, inner_products, rounding_noise
 from ntk_iterncgp.posterior.weight_space import WeightPosterior
 from ntk_iterncgp.runtime import parallel
@@ -48,6 +49,24 @@ COLUMNS = 32  # of the images, scaled by the prior variance at once
 def network_rounding(dtype: torch.dtype) -> float:
     """The relative error that a product with J may have."""
     return max(FLOOR, MARGIN * torch.finfo(dtype).eps)
+
+
+def checked_targets(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:
+    """One finite target for each output, which is finite too, as the likelihood takes them."""
+    if not bool(torch.isfinite(outputs).all()):
+        bad = int((~torch.isfinite(outputs)).any(1).sum())
+        raise ValueError(
+            f"The model must return finite outputs; got NaN or infinity for {bad} of {len(outputs)} training inputs. "
+            "Try smaller inputs, and check its weights."
+        )
+    if len(targets) != len(outputs):
+        raise ValueError(
+            f"There must be one target for each of the {len(outputs)} training inputs; got {len(targets)}. Try a "
+            "loader whose batches are pairs (x, y)."
+        )
+    if targets.is_floating_point() and not bool(torch.isfinite(targets).all()):
+        raise ValueError("Targets must be finite; got NaN or infinity. Try it without those data.")
+    return likelihood.check_targets(targets)
 
 
 def check_posterior(

@@ -9,17 +9,18 @@ from torch import Tensor
 
 from ntk_iterncgp.fitting.drive import Budget, Trajectory, drive
 from ntk_iterncgp.fitting.network import (
+    ADVICE,
+    MORE,
     PRODUCT_EPOCHS,
     LinearisedNetwork,
     NetworkFit,
     NetworkSettings,
-    advice_after,
-    checked_targets,
 )
-from ntk_iterncgp.fitting.network_check import check_posterior
+from ntk_iterncgp.fitting.network_check import check_posterior, checked_targets
 from ntk_iterncgp.fitting.self_check import checked
 from ntk_iterncgp.fitting.solver_run import SolverRun, Steps, solver_report
 from ntk_iterncgp.likelihoods.base import CurvatureAt
+from ntk_iterncgp.likelihoods.gaussian import Gaussian
 from ntk_iterncgp.persistence.checkpoint import CheckpointSession
 from ntk_iterncgp.persistence.fingerprint import checked_digests, data_digests, data_fingerprint
 from ntk_iterncgp.posterior.weight_space import WeightPosterior
@@ -46,7 +47,7 @@ def fit_by_products(
     """One action per product with the NTK, from the outputs of the network."""
     outputs, targets = sweep_outputs(network.jacobian, network.data)
     noise_scale = float(network.noise_scale)
-    likelihood = network.likelihood(outputs, noise_scale)
+    likelihood = network.likelihood if network.classification else Gaussian(noise_scale, outputs.shape[1])
     targets = checked_targets(likelihood, outputs, targets)
     prior_precision = network.weight_precision
     if network.classification:  # tempering the likelihood by T is the same as multiplying the prior precision by T
@@ -134,7 +135,7 @@ def _finish(
     )
     report = replace(
         report,
-        advice=advice_after(report.status),
+        advice=ADVICE.get(Status(report.status), MORE),
         history=[replace(record, epochs=_epochs(record.num_products)) for record in report.history],
         num_products=state.problem.prior.num_products,  # with those that mending took
         epochs=_epochs(state.problem.prior.num_products),

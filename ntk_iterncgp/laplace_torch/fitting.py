@@ -37,6 +37,7 @@ from ntk_iterncgp.laplace_torch.updating import (
     update_settings,
     without_interruption,
 )
+from ntk_iterncgp.likelihoods import Gaussian, Softmax
 from ntk_iterncgp.persistence.checkpoint import Checkpoint, CheckpointSession, open_session
 from ntk_iterncgp.persistence.fingerprint import described, digest, fingerprint, flatten, same_fingerprint
 from ntk_iterncgp.posterior.contrasts import Reference, reference_size
@@ -158,12 +159,12 @@ class FittedNetwork(BaseFunctionalLaplace):
         """The Jacobian, and new inputs as it takes them."""
 
     @abstractmethod
-    def _layer_sizes(self) -> tuple[int, ...]:
-        """The numbers of weights of the parameter tensors."""
-
-    @abstractmethod
     def _parameters(self) -> dict[str, Tensor]:
         """The weights that are uncertain, by name."""
+
+    def _layer_sizes(self) -> tuple[int, ...]:
+        """The numbers of weights of the parameter tensors."""
+        return tuple(value.numel() for value in self.params)
 
     # --- fitting -----------------------------------------------------------------------------------------------------
 
@@ -335,10 +336,12 @@ class FittedNetwork(BaseFunctionalLaplace):
                 f"sigma_noise² · temperature must be a positive number in {self._dtype}; got {noise_scale}. Try "
                 "targets of another scale, or float64."
             )
+        C, is_classifier = first_batch.outputs.shape[1], self.likelihood == Likelihood.CLASSIFICATION
         return LinearisedNetwork(
             jacobian,
             data,
-            self.likelihood == Likelihood.CLASSIFICATION,
+            is_classifier,
+            Softmax(C) if is_classifier else Gaussian(1.0, C),
             prior_precision=self.prior_precision.detach(),
             noise_scale=self._noise_scale.detach(),
             shift=flatten(self._parameters()) - self.prior_mean,
@@ -456,7 +459,7 @@ def identity(
         own["cotangents"] = 1  # which it means, and what earlier checkpoints say
     if la.settings.in_groups:
         own["policy"] = None  # as in earlier checkpoints
-    del own["combines"], own["is_known"]  # which follow from what is called
+    del own["combines"], own["is_known"], own["in_groups"]  # which follow from what is called
     stopping, options = asdict(own.pop("stopping")), asdict(own.pop("options"))
     settings = {
         "flavour": type(la).__name__,

@@ -78,9 +78,6 @@ class IterNCGPAllLaplace(CheckedHyperparameters, IterNCGPLaplace):
             )  # cached: what it found out about the model cost two rows
         return self._jacobian, to_device(x, self._device)
 
-    def _layer_sizes(self) -> tuple[int, ...]:
-        return tuple(value.numel() for value in self.params)
-
     def _parameters(self) -> dict[str, Tensor]:
         return {name: value for name, value in self.model.named_parameters() if value.requires_grad}
 
@@ -215,9 +212,6 @@ class IterNCGPLastLayerLaplace(CheckedHyperparameters, IterNCGPLaplace):
     def _jacobian_at(self, x: Inputs) -> tuple[NetworkJacobian, Inputs]:
         jacobian = LastLayerJacobian(self._layer, dtype=self.posterior.images.dtype)
         return jacobian, self._with_features(to_device(x, self._device))[1]
-
-    def _layer_sizes(self) -> tuple[int, ...]:
-        return tuple(value.numel() for value in self.params)
 
     def _parameters(self) -> dict[str, Tensor]:
         return dict(self._layer.named_parameters()) if self.extractor.last_layer is not None else {}
