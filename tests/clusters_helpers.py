@@ -133,7 +133,7 @@ class Digits:
     def laplace(self, **settings: Any) -> Any:
         return Laplace(self.model, "classification", "all", "iterncgp", **settings)
 
-    def share(self, la: Any) -> float:
+    def fraction(self, la: Any) -> float:
         """Of the exact contraction of the variance at new inputs."""
         prior = float(self.new_J.square().sum())
         exact = float((self.new_J @ self.weight_covariance * self.new_J).sum())

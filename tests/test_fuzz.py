@@ -353,7 +353,7 @@ SENSIBLE: dict[str, list[Any]] = {
     "cotangents": [None],
     "max_epochs": [None, 1.5, 10**30, math.inf],
     "prior_precision": [1.5, 10**30],
-    "sigma_noise": [1.5],
+    "sigma_noise": [1.5, 10**30],
     "temperature": [1.5, 10**30],
     "prior_mean": NUMBERS,
 }

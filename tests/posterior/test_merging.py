@@ -160,4 +160,4 @@ def test_four_shards_merged_and_compressed_get_nearly_what_one_fit_does(seed: in
         other.fit(problem.loader(), shard=(k, 4))
         merged.merge(other, max_rank=number)
     assert merged.posterior.rank == number
-    assert problem.share(merged) >= 0.95 * problem.share(one)
+    assert problem.fraction(merged) >= 0.95 * problem.fraction(one)
