@@ -87,51 +87,72 @@ def test_the_first_line_comes_before_the_imports(command: str, tmp_path: Path) -
         plain, before = builtins.print, []
         def watched(*arguments, **settings):
             before.append((arguments[0], "torch" in sys.modules))
-            plain(*arguments, **settings)
+            sys.exit(plain(before[0]))
         builtins.print = watched
         cli.main(["{command}", r"{tmp_path / "some.yaml"}", "--set", "data.name=absent"])
-        plain(before[0])
         """
     )
     expected = (f"ntk-iterncgp {ntk_iterncgp.__version__}: {command} {tmp_path / 'some.yaml'}", False)
     assert shown.splitlines()[-1].startswith(f"({expected[0]!r}"[:-1]) and shown.endswith("False)\n")
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import ntk_iterncgp; from laplace import Laplace",
-        "from laplace import Laplace; import ntk_iterncgp",
-        "import ntk_iterncgp; import laplace.baselaplace; from laplace import Laplace",
-        "from ntk_iterncgp import NonConjugateGP, IterNCGPAllLaplace; from laplace import Laplace",
-        "import ntk_iterncgp, importlib.util; assert importlib.util.find_spec('laplace'); from laplace import Laplace",
-    ],
+IMPORTS = (
+    "import ntk_iterncgp; from laplace import Laplace",
+    "from laplace import Laplace; import ntk_iterncgp",
+    "import ntk_iterncgp; import laplace.baselaplace; from laplace import Laplace",
+    "from ntk_iterncgp import NonConjugateGP, IterNCGPAllLaplace; from laplace import Laplace",
+    "import ntk_iterncgp, importlib.util; assert importlib.util.find_spec('laplace'); from laplace import Laplace",
 )
-def test_importing_the_package_registers_the_flavours_in_any_order(imports: str) -> None:
-    python(f"{imports}\n{FLAVOURS}")
+HOOK = """
+import sys
+before = list(sys.meta_path)
+import ntk_iterncgp
+assert len(sys.meta_path) == len(before) + 1
+import laplace, inspect
+from importlib.machinery import SourceFileLoader
+from importlib.resources import files
+assert not any(type(finder).__module__ == "ntk_iterncgp" for finder in sys.meta_path)
+assert type(laplace.__spec__.loader) is SourceFileLoader and inspect.getsource(laplace)
+assert (files("laplace") / "__init__.py").is_file()
+"""
 
 
-def test_the_hook_leaves_laplace_torch_as_it_is_and_goes_away() -> None:
-    python(
-        """
-        import sys
-        before = list(sys.meta_path)
-        import ntk_iterncgp
-        assert "torch" not in sys.modules and len(sys.meta_path) == len(before) + 1
-        import laplace, inspect
-        from importlib.machinery import SourceFileLoader
-        from importlib.resources import files
-        assert not any(type(finder).__module__ == "ntk_iterncgp" for finder in sys.meta_path)
-        assert type(laplace.__spec__.loader) is SourceFileLoader and inspect.getsource(laplace)
-        assert (files("laplace") / "__init__.py").is_file()
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that can be forked")
+def test_in_any_order_of_imports_the_flavours_are_registered_and_the_hook_goes_away() -> None:
+    """Every program is forked from one that has imported what laplace-torch needs, but neither of the two packages."""
+    programs = [HOOK, *(f"{imports}\n{FLAVOURS}" for imports in IMPORTS)]
+    shown = python(
+        f"""
+        import os, sys, traceback, warnings
+        warnings.simplefilter("ignore")
+        import laplace
+        for name in [name for name in sys.modules if name.partition(".")[0] == "laplace"]:
+            del sys.modules[name]
+        for program in {programs!r}:
+            child = os.fork()
+            if child == 0:
+                try:
+                    assert not any(name in sys.modules for name in ("laplace", "ntk_iterncgp"))
+                    exec(program, {{}})
+                except BaseException:
+                    traceback.print_exc()
+                    os._exit(1)
+                os._exit(0)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, program
+            print("ended")
         """
     )
+    assert shown.split() == ["ended"] * len(programs)
+
+
+def test_the_package_is_imported_without_pytorch() -> None:
+    python("import sys, ntk_iterncgp; assert 'torch' not in sys.modules")
 
 
 def test_importing_both_says_nothing() -> None:
     """laplace-torch scripts a function when imported, which torch discourages: no concern of a user's."""
     flags = ("-W", "error::FutureWarning")
-    python("import ntk_iterncgp; from laplace import Laplace", *flags)
+    python(f"import ntk_iterncgp; from laplace import Laplace\n{FLAVOURS}", *flags)
 
 
 def test_every_public_name_is_found_and_others_are_not() -> None:
