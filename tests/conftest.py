@@ -2,13 +2,14 @@
 
 import os
 
+# Through the environment, so that other processes draw without a screen too. The matrices of these tests are tiny: a
+# second thread costs more than it brings, above all on a busy machine.
+os.environ |= {"MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
 import pytest
 import torch
 from hypothesis import settings
 
-os.environ["MPLBACKEND"] = "Agg"  # through the environment, so that subprocesses draw without a screen too
-
-# The matrices of these tests are tiny: a second thread costs more than it brings, above all on a busy machine.
 torch.set_num_threads(1)
 
 # derandomize: the same examples on every run. No deadline: the first call of a kernel may compile.

@@ -1,12 +1,10 @@
 """What the processes of test_parallel.py do. Importable, since they are started afresh.
 
-`in_processes(K, work)` runs `work()` in K processes under gloo and returns what each returned, or how it failed. They
-are forked from a server that has imported everything once, which takes the better part of such a test otherwise.
+`in_processes(K, work)` runs `work()` in K processes under gloo and returns what each returned, or how it failed.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tempfile
 import time
@@ -34,6 +32,7 @@ from ntk_iterncgp.persistence.checkpoint import Checkpoint
 from ntk_iterncgp.priors.gram import GramPrior
 from ntk_iterncgp.runtime import parallel
 from ntk_iterncgp.solver import State
+from tests.processes import CONTEXT
 
 torch.set_num_threads(1)
 NUM_DATA, CLASSES = 41, 3
@@ -49,12 +48,10 @@ def in_processes(
     num_processes: int, work: Callable[..., Any], *arguments: Any, seconds: float = 60
 ) -> tuple[list[Any], float]:
     """What each process returned, None for one that was killed, and how long it all took after they had started."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
     with tempfile.TemporaryDirectory() as folder:
-        pipes = [context.Pipe(duplex=False) for _ in range(num_processes)]
+        pipes = [CONTEXT.Pipe(duplex=False) for _ in range(num_processes)]
         processes = [
-            context.Process(target=_run, args=(rank, num_processes, folder, pipe[1], work, arguments), daemon=True)
+            CONTEXT.Process(target=_run, args=(rank, num_processes, folder, pipe[1], work, arguments), daemon=True)
             for rank, pipe in enumerate(pipes)
         ]
         for process in processes:

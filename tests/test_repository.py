@@ -39,7 +39,9 @@ NOT_OURS = {"build", "dist", "data", "runs", "results"}
 FOREIGN_PATH = re.compile(r"(?<![\w.~/}-])/(?:home|root|Users|work|mnt|scratch)(?![\w-])|[A-Za-z]:\\+Users\b")
 # What a test with the marker does. Every command has a `main`; examples are run by runpy.
 MARKED = {
-    "process": re.compile(r"\b(subprocess|multiprocessing|in_processes|os\.fork)\b"),
+    "process": re.compile(
+        r"\b(subprocess|multiprocessing|in_processes|started_command|lock_held_elsewhere|os\.fork)\b"
+    ),
     "cli": re.compile(r"\bmain\(|\brunpy\b"),
 }
 PICKLES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve"}

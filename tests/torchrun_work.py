@@ -1,5 +1,7 @@
-"""What torchrun starts for test_parallel.py: a command with a kernel, then both front doors in float64, for which
-there is no command. Each process writes what it got."""
+"""What torchrun starts for test_parallel.py: the commands, then both front doors in float64, for which there is none.
+
+Each process writes what it got.
+"""
 
 import sys
 from pathlib import Path
@@ -10,6 +12,12 @@ from ntk_iterncgp import NonConjugateGP, kernels, likelihoods
 from ntk_iterncgp.experiments import cli
 from ntk_iterncgp.runtime import parallel
 from tests.parallel_work import CLASSES, DataLoader, TensorDataset, inputs_and_labels, laplace, of_network, plain
+
+ROOT = Path(__file__).resolve().parents[1]
+FIT = ("fit", str(ROOT / "configs" / "digits.yaml"), "--set", "model.train_epochs=3", "--set", "fit.num_actions=20")
+FIT += ("--set", "tuning.protocol=none")
+KERNEL = ("kernel.name=Matern32", "kernel.max_products=4", "data.train_limit=100", "data.test_limit=20")
+COMMANDS = {"network": FIT, "kernel": (*FIT[:2], *(text for setting in KERNEL for text in ("--set", setting)))}
 
 
 def results() -> dict[str, np.ndarray]:
@@ -33,8 +41,8 @@ def results() -> dict[str, np.ndarray]:
 
 
 if __name__ == "__main__":
-    folder, command = Path(sys.argv[1]), sys.argv[2:]
+    folder = Path(sys.argv[1])
     with parallel.joined("cpu"):
-        code = cli.main(command)
+        codes = [cli.main([*c, "--output-dir", str(folder / "several" / name)]) for name, c in COMMANDS.items()]
         np.savez(folder / f"{parallel.rank()}.npz", **results())
-    sys.exit(code)
+    sys.exit(max(codes))

@@ -37,6 +37,7 @@ from ntk_iterncgp.data.order import random_state
 from ntk_iterncgp.persistence.fingerprint import data_digests
 from ntk_iterncgp.runtime.threads import evaluating
 from tests.parallel_work import Failed, in_processes
+from tests.processes import CONTEXT
 
 CPU, ROOT = torch.device("cpu"), Path(__file__).resolve().parents[2]
 N, SIDE, CLASSES = 30, 6, 3
@@ -402,10 +403,10 @@ def test_threads_do_not_disturb_each_other() -> None:
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_spawned_workers_see_the_same_draw() -> None:
+def test_workers_that_inherit_nothing_see_the_same_draw() -> None:
     """To which the dataset is sent, instead of being inherited."""
     data = Images(transforms.Compose([transforms.RandomCrop(SIDE, padding=2), transforms.ToTensor()]))
-    loader = DataLoader(data, 8, num_workers=1, multiprocessing_context="spawn")
+    loader = DataLoader(data, 8, num_workers=1, multiprocessing_context=CONTEXT)
     assert torch.equal(swept(loader), swept(DataLoader(data, 5)))
     assert fixed(loader).findings.is_random
 

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 import ntk_iterncgp
 from ntk_iterncgp.experiments import cli, config, models
 from ntk_iterncgp.fitting.report import SelfCheckError
+from tests.processes import started_command
 
 pytestmark = pytest.mark.cli
 
@@ -371,20 +372,20 @@ def test_a_file_system_that_takes_no_more_ends_in_a_sentence_and_leaves_no_resul
 )
 def test_a_real_interrupt_gives_130_and_no_result(tmp_path: Path, settings: tuple[str, ...], sign: str) -> None:
     (tmp_path / "empty.yaml").touch()
-    command = [sys.executable, "-m", "ntk_iterncgp", *fit(*settings), "--output-dir", "out"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    run = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    run = started_command([*fit(*settings), "--output-dir", "out"], tmp_path)
     try:
         log, deadline = tmp_path / "out" / "run.log", time.monotonic() + 120
         while not (log.exists() and sign in log.read_text(encoding="utf-8")):
-            assert run.poll() is None and time.monotonic() < deadline, run.stderr
+            assert run.is_alive() and time.monotonic() < deadline, (tmp_path / "stderr").read_text()
             time.sleep(0.1)
         time.sleep(0.5)  # into the loop
-        run.send_signal(signal.SIGINT)
-        error = run.communicate(timeout=60)[1].decode()
+        assert run.pid is not None
+        os.kill(run.pid, signal.SIGINT)
+        run.join(60)
     finally:
         run.kill()
-    assert run.returncode == 130 and error.endswith("\nntk-iterncgp: interrupted.\n"), error
+    error = (tmp_path / "stderr").read_text()
+    assert run.exitcode == 130 and error.endswith("\nntk-iterncgp: interrupted.\n"), error
     assert "Traceback" not in error and not list((tmp_path / "out").glob("*posterior*"))
 
 

@@ -1,9 +1,8 @@
 """`ntk-iterncgp fit --shard` and `merge`: files of parts of the data become that of all, or stay as they are."""
 
 import json
+import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,10 @@ import torch
 from ntk_iterncgp.experiments import cli
 from ntk_iterncgp.experiments.runs import merge as command
 from ntk_iterncgp.experiments.runs.predict import restore
+from ntk_iterncgp.persistence import files
 from ntk_iterncgp.persistence.files import load_posterior, save_posterior
 from ntk_iterncgp.persistence.locks import FolderLock
+from tests.processes import lock_held_elsewhere, started_command
 
 CPU = torch.device("cpu")
 SMALL = ["data.train_limit=200", "data.test_limit=40", "model.train_epochs=2", "model.learning_rate=0.02"]
@@ -212,15 +213,9 @@ def test_other_inputs_and_wrong_numbers_are_refused(
 def test_a_folder_that_another_run_writes_into_is_refused(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = "import sys, time; from ntk_iterncgp.persistence.locks import FolderLock as L; "
-    code += "lock = L(sys.argv[1], 'a test'); print('held', flush=True); time.sleep(600)"
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
-        try:
-            assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-            assert cli.main(["merge", *parts(folder), "--output", str(tmp_path / "out.safetensors")]) == 2
-            assert "must not be in use by another run" in capsys.readouterr().err
-        finally:
-            holder.kill()
+    with lock_held_elsewhere(tmp_path):
+        assert cli.main(["merge", *parts(folder), "--output", str(tmp_path / "out.safetensors")]) == 2
+        assert "must not be in use by another run" in capsys.readouterr().err
 
 
 @pytest.mark.cli
@@ -239,20 +234,16 @@ def test_fits_that_chose_different_hyperparameters_get_their_geometric_mean(
         assert float(la.prior_precision) == pytest.approx(10)
 
 
-KILLED = """
-import os, signal, sys
-from ntk_iterncgp.experiments import cli
-from ntk_iterncgp.persistence import files
-files._flush = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # the content is written, the file is not renamed
-cli.main(sys.argv[1:])
-"""
+def killed_while_writing() -> None:
+    """The content is written, the file is not renamed."""
+    files._flush = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.process
 @pytest.mark.cli
 @pytest.mark.parametrize("before", [None, "an earlier merge"])
 def test_killed_in_the_middle_of_writing_no_file_is_half_written_and_nothing_lost(
-    before: str | None, folder: Path, tmp_path: Path
+    before: str | None, folder: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     output = tmp_path / "out.safetensors"
     if before is not None:
@@ -260,8 +251,10 @@ def test_killed_in_the_middle_of_writing_no_file_is_half_written_and_nothing_los
     earlier = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     inputs = [Path(path).read_bytes() for path in parts(folder)]
     arguments = ["merge", *parts(folder), "--output", str(output)]
-    killed = subprocess.run([sys.executable, "-c", KILLED, *arguments], capture_output=True, check=False)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    beside = tmp_path_factory.mktemp("beside")
+    killed = started_command(arguments, beside, killed_while_writing)
+    killed.join(60)
+    assert killed.exitcode == -signal.SIGKILL, (beside / "stderr").read_text()
     visible = {path.name: path.read_bytes() for path in tmp_path.iterdir() if not path.name.startswith(".")}
     assert visible == earlier and [Path(path).read_bytes() for path in parts(folder)] == inputs
     assert any(path.name.startswith(".out.") for path in tmp_path.iterdir())

@@ -30,7 +30,7 @@ for subset in ("all", "last_layer"):
 
 def python(source: str, *flags: str) -> str:
     """What a program of its own prints; a failure raises with its stderr."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, *flags, "-c", textwrap.dedent(source)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr

@@ -78,6 +78,7 @@ def test_methods_without_a_compiler_agree_with_the_dense_product(
 
 
 @needs_compiler
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "d", "dtype"),
     [
@@ -126,6 +127,7 @@ def test_keops_agrees_with_the_dense_product_for_each_kernel_and_each_dimension(
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_keops_agrees_with_the_dense_product_and_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     """Two formulas: a single column, and blocks of 16 columns, of which ten fill one and fifty four."""
     agree("keops", Matern32([0.9, 0.5, 2.0], 1.7), 3, torch.float64)
@@ -133,6 +135,7 @@ def test_keops_agrees_with_the_dense_product_and_says_nothing(capfd: pytest.Capt
 
 
 @needs_compiler
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fused", "gemm", "sparse"])
 def test_sums_and_products_of_kernels_have_one_formula(method: str) -> None:
     kernel = 0.3 * (RBF(0.7) + Matern52([2.0, 1.0])) * Matern12(3.0)
@@ -241,6 +244,7 @@ def test_with_tolerance_zero_only_exact_zeros_are_left_out() -> None:
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_keops_leaves_out_the_same_tiles(capfd: pytest.CaptureFixture[str]) -> None:
     from ntk_iterncgp.kernels.keops import sparse_keops_product
 
@@ -266,6 +270,7 @@ def test_keops_leaves_out_the_same_tiles(capfd: pytest.CaptureFixture[str]) -> N
 
 
 @needs_compiler
+@pytest.mark.slow
 @pytest.mark.parametrize("same", [False, True])
 @pytest.mark.parametrize("method", ["plain", "fused", "gemm", "sparse", "keops"])
 def test_gradients_of_every_method_are_those_of_the_dense_product(method: str, same: bool) -> None:

@@ -148,16 +148,21 @@ def regression_net(num_outputs: int, scales: Tensor, width: int = 16) -> Task:
     return Task(model, x, torch.randn(500, num_outputs), new, classification=False)
 
 
-@pytest.mark.parametrize("spread", [0.0, 2.0], ids=["alike", "very different Jacobians"])
-@pytest.mark.parametrize("num_outputs", range(1, 9))
-def test_each_output_of_a_regression_is_within_half_of_the_exact_variance(num_outputs: int, spread: float) -> None:
+@pytest.mark.parametrize(
+    ("num_outputs", "spread", "most"),
+    [(1, 0, 1.05), (2, 2, 1.15), (3, 0, 1.06), (3, 2, 1.15), (5, 2, 1.25), (8, 0, 1.25), (8, 2, 1.45)],
+)
+def test_each_output_of_a_regression_is_within_half_of_the_exact_variance(
+    num_outputs: int, spread: float, most: float
+) -> None:
+    """Where outputs are alike, and where their Jacobians are of sizes from 10^−spread to 10^spread."""
     task = regression_net(num_outputs, 10 ** torch.linspace(-spread, spread, num_outputs))
     exact, _ = linearised_truth(task, 1.0, 0.3)
     la = task.laplace(torch.float32, sigma_noise=0.3)
     la.fit(task.loader(torch.float32))
     ratios = variances(la, task.new) / exact
     assert bool((ratios >= 1 - 1e-6).all()) and la.posterior.rank <= 200
-    assert float(ratios.mean(0).max()) <= 1.5
+    assert float(ratios.mean(0).max()) <= most
 
 
 @pytest.mark.slow

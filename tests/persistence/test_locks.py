@@ -3,14 +3,10 @@
 import errno
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,41 +16,14 @@ from ntk_iterncgp.experiments import cli
 from ntk_iterncgp.persistence import locks
 from ntk_iterncgp.persistence.locks import FolderInUse, FolderLock
 from tests.checkpoint_helpers import RUNS, checkpoint_in
+from tests.processes import lock_held_elsewhere
 
-ROOT = Path(__file__).resolve().parents[2]
 NEEDS_FORK = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that can be forked")
-
-
-@contextmanager
-def held_elsewhere(folder: Path, purpose: str = "fit") -> Iterator[subprocess.Popen[str]]:
-    """Another process that holds the lock of a folder until the block ends, or until it is killed."""
-    source = f"""
-        from ntk_iterncgp.persistence.locks import FolderLock
-        with FolderLock({str(folder)!r}, {purpose!r}):
-            print("held", flush=True)
-            input()
-    """
-    other = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(source)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert other.stdin is not None and other.stdout is not None
-    try:
-        assert other.stdout.readline() == "held\n"
-        yield other
-    finally:
-        if other.poll() is None:
-            other.communicate("\n", timeout=60)
-        other.stdin.close()
-        other.stdout.close()
 
 
 @pytest.mark.process
 def test_a_second_process_is_refused_by_the_name_of_the_first_and_let_in_after_it(tmp_path: Path) -> None:
-    with held_elsewhere(tmp_path, "ntk-iterncgp evaluate") as other:
+    with lock_held_elsewhere(tmp_path, "ntk-iterncgp evaluate") as other:
         with pytest.raises(FolderInUse) as refused:
             FolderLock(tmp_path, "fit")
         assert f"process {other.pid} writes into it (ntk-iterncgp evaluate, since 20" in str(refused.value)
@@ -64,9 +33,9 @@ def test_a_second_process_is_refused_by_the_name_of_the_first_and_let_in_after_i
 
 @pytest.mark.process
 def test_the_lock_of_a_killed_process_blocks_nobody(tmp_path: Path) -> None:
-    with held_elsewhere(tmp_path) as other:
-        other.send_signal(signal.SIGKILL)
-        other.wait(60)
+    with lock_held_elsewhere(tmp_path) as other:
+        other.kill()
+        other.join(60)
         assert (tmp_path / ".lock").exists()  # what it left behind
         with FolderLock(tmp_path, "fit") as lock:
             assert lock.is_held and json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
@@ -175,7 +144,7 @@ def test_a_second_run_in_one_folder_says_so_and_stops(
     out = tmp_path / "out"
     out.mkdir()
     (out / "run.log").write_text("of the first run\n")
-    with held_elsewhere(out, "ntk-iterncgp fit") as other:
+    with lock_held_elsewhere(out, "ntk-iterncgp fit") as other:
         assert cli.main([*command, "--output-dir", "out"]) == 2
         error = capsys.readouterr().err
         assert error.startswith("ntk-iterncgp: The folder 'out' must not be in use by another run") and "\n" in error
@@ -187,7 +156,7 @@ def test_a_second_run_in_one_folder_says_so_and_stops(
 @pytest.mark.process
 @pytest.mark.parametrize("run", ["clusters", "softmax, Kronecker"])
 def test_a_second_run_that_would_resume_the_same_checkpoint_is_refused(run: str, tmp_path: Path) -> None:
-    with held_elsewhere(tmp_path), pytest.raises(FolderInUse, match="must not be in use by another run"):
+    with lock_held_elsewhere(tmp_path), pytest.raises(FolderInUse, match="must not be in use by another run"):
         RUNS[run](checkpoint_in(tmp_path))
     RUNS[run](checkpoint_in(tmp_path))
     assert not tmp_path.exists() or list(tmp_path.iterdir()) == []

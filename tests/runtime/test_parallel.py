@@ -109,7 +109,7 @@ def test_blocks_of_several_widths_are_gathered_without_their_columns() -> None:
         assert one == [[[rows, 0], [rows], [rows, 1]] for rows in (3, 3, 3, 1)]
 
 
-# --- bad days -----------------------------------------------------------------------------------------------------
+# --- failure handling -----------------------------------------------------------------------------------------------
 
 CLUSTERS, PRODUCTS = {"num_actions": 7}, {"policy": "random_subspace", "num_actions": 8}
 
@@ -227,47 +227,27 @@ def test_a_killed_run_goes_on_with_another_number_of_processes(
 
 # --- the command line -------------------------------------------------------------------------------------------------
 
-FIT = ("fit", str(ROOT / "configs" / "digits.yaml"), "--set", "model.train_epochs=3", "--set", "fit.num_actions=20")
-FIT += ("--set", "tuning.protocol=none")
 
-
-def torchrun(num_processes: int, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [*command, "-m", module, *arguments], capture_output=True, text=True, timeout=120, env=environment
+@pytest.mark.slow
+@pytest.mark.cli
+def test_three_processes_of_torchrun_fit_networks_and_kernels_as_one_does_and_one_writes(tmp_path: Path) -> None:
+    """By commands, and in float64 both front doors to 1e-10. One start for all, which takes the longest."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3", "-m"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        [*command, "tests.torchrun_work", str(tmp_path)], capture_output=True, text=True, timeout=120, env=environment
     )
-
-
-@pytest.mark.cli
-def test_torchrun_fits_what_one_process_fits_and_one_process_writes(tmp_path: Path) -> None:
-    ended = torchrun(2, "ntk_iterncgp", *FIT, "--output-dir", str(tmp_path / "several"))
     assert ended.returncode == 0, ended.stderr
-    assert cli.main([*FIT, "--output-dir", str(tmp_path / "one")]) == 0
-    assert_written_once(ended, tmp_path)
-
-
-def assert_written_once(ended: subprocess.CompletedProcess[str], folder: Path) -> None:
-    """By one process, and what one process writes; in float32, as commands compute."""
-    assert ended.stdout.count("Posterior: ") == ended.stdout.count("Data: ") == 1
-    one, several = (load_file(folder / name / "posterior.safetensors") for name in ("one", "several"))
-    assert one.keys() == several.keys()
-    for name in one.keys() - {"sha256"}:
-        scale = np.abs(one[name]).max(initial=0)
-        np.testing.assert_allclose(several[name], one[name], rtol=1e-4, atol=1e-4 * scale, err_msg=name)
-    names = {path.name for path in (folder / "one").iterdir()}
-    assert {path.name for path in (folder / "several").iterdir()} == names
-
-
-@pytest.mark.cli
-def test_three_processes_of_torchrun_fit_networks_and_kernels_as_one_does(tmp_path: Path) -> None:
-    """A kernel by its command, and in float64 both front doors to 1e-10. One start for all, which takes the longest."""
-    kernel = ("kernel.name=Matern32", "kernel.max_products=4", "data.train_limit=100", "data.test_limit=20")
-    command = [*FIT[:2], *(text for setting in kernel for text in ("--set", setting)), "--output-dir"]
-    ended = torchrun(3, "tests.torchrun_work", str(tmp_path), *command, str(tmp_path / "several"))
-    assert ended.returncode == 0, ended.stderr
-    assert cli.main([*command, str(tmp_path / "one")]) == 0
-    assert_written_once(ended, tmp_path)
+    assert ended.stdout.count("Posterior: ") == ended.stdout.count("Data: ") == len(torchrun_work.COMMANDS)
+    for name, arguments in torchrun_work.COMMANDS.items():
+        assert cli.main([*arguments, "--output-dir", str(tmp_path / "one" / name)]) == 0
+        folders = [tmp_path / number / name for number in ("one", "several")]
+        one, several = (load_file(folder / "posterior.safetensors") for folder in folders)
+        assert one.keys() == several.keys()
+        for key in one.keys() - {"sha256"}:  # in float32, as commands compute
+            scale = np.abs(one[key]).max(initial=0)
+            np.testing.assert_allclose(several[key], one[key], rtol=1e-4, atol=1e-4 * scale, err_msg=key)
+        assert len({frozenset(path.name for path in folder.iterdir()) for folder in folders}) == 1
     expected = torchrun_work.results()
     for rank in range(3):
         with np.load(tmp_path / f"{rank}.npz") as found:
@@ -307,11 +287,11 @@ def test_a_process_that_does_not_find_the_others_says_so(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    assert cli.main([*FIT, "--output-dir", str(tmp_path)]) == cli.FAILURE
+    assert cli.main([*torchrun_work.FIT, "--output-dir", str(tmp_path)]) == cli.FAILURE
     assert "must be one of 2 (WORLD_SIZE); got no connection to the others" in capsys.readouterr().err
 
 
-# --- shares -----------------------------------------------------------------------------------------------------------
+# --- shards ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 7])
@@ -326,7 +306,7 @@ def test_blocks_are_nearly_of_the_same_size_and_the_first_is_never_empty(
     assert sizes.max() - sizes.min() <= 1 <= sizes[0]
 
 
-def test_shares_of_batches_begin_where_batches_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_of_batches_begin_where_batches_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "num_processes", lambda: 3)
     assert Shard.of_batches([10, 10, 10, 10, 3]).starts == (0, 20, 40, 43)
     assert Shard.of_batches([10, 4]).starts == (0, 10, 14, 14)
