@@ -1,18 +1,19 @@
 """Does one score tell unfamiliar inputs from familiar ones on every network, without labels, outliers or tuning?
 
-    ntk-iterncgp bench detection [--quick] [--networks digits,mnist,fashion,cifar] [--inputs 500] [--json FILE]
+    ntk-iterncgp bench detection [--quick] [--networks digits,mnist,fashion,cifar] [--inputs 250] [--json FILE]
 
 Networks: a CNN on digits, LeNet on MNIST and on Fashion-MNIST (trained here, on 20 000 images), and the public CIFAR-10
 ResNet-20; images under NTK_ITERNCGP_DATA. Unfamiliar inputs are made of test images (`UNFAMILIAR`), or are those of
-another data set. Half of the familiar inputs calibrate, the other half is told from them. Methods, and what they cost
-beside the forward pass that all of them need:
+another data set. Other familiar inputs calibrate. Methods, and what they cost beside the forward pass that all need:
 
 entropy, energy    of the network                                       nothing
 mahalanobis, knn   on features of the last layer of training inputs     one pass over the training data
 prior              the margin over its prior standard deviation         one backward pass
 detector           `la.detector`, 200 actions                           one backward pass; about one epoch for the fit
+by …               its parts and other scores, alone
 
-AUROC in percent, FPR95 beside it: its mean and the worst AUROC over the sets.
+AUROC in percent, FPR95 beside it: its mean and the worst AUROC over the sets. Then how often alarms come on other
+familiar inputs, and how far their p-values are from uniform (Kolmogorov–Smirnov).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import argparse
 import json
 import warnings
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,8 @@ from ntk_iterncgp.experiments.config import DataConfig
 from ntk_iterncgp.experiments.datasets.known import KNOWN, data_root, digits, known
 from ntk_iterncgp.experiments.evaluation.ood import ood_metrics
 from ntk_iterncgp.experiments.models import build
-from ntk_iterncgp.posterior.scores import SCORES, against_rest
+from ntk_iterncgp.laplace_torch.detector import Detector, measured_at
+from ntk_iterncgp.posterior.scores import SCORES, TYPICALITY, Latent, against_rest
 
 NETWORKS = {  # data set, network, epochs of training, another data set
     "digits": ("digits", "cnn", 60, "fashion_mnist"),
@@ -46,6 +49,7 @@ NETWORKS = {  # data set, network, epochs of training, another data set
     "cifar": ("cifar10", "cifar_resnet20", 0, "fashion_mnist"),
 }
 TRAINING, NEIGHBOURS, FEATURES = 20_000, 10, 5_000
+CALIBRATING, HELD_OUT = 3_000, 5_000  # familiar inputs, at most
 
 UNFAMILIAR: dict[str, Callable[[Tensor], Tensor]] = {
     "quarter turn": lambda x: torch.rot90(x, 1, (2, 3)),
@@ -146,8 +150,31 @@ def prior_margin(la: Any, x: Tensor) -> Tensor:
     return -(outputs[..., None] * against_rest(outputs)).sum((1, 2)) / variance.sqrt()
 
 
-def measured(name: str, num_inputs: int, quick: bool) -> dict[str, dict[str, tuple[float, float]]]:
-    """AUROC and FPR95 of each method on each set."""
+def latent_at(det: Detector, x: Tensor) -> Latent:
+    """What the scores are asked about."""
+    parts = [part.latent(det.prior) for part in measured_at(det.la, det.prior, x)]
+    return Latent(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Latent)))
+
+
+def alone(det: Detector, x: Tensor) -> dict[str, Tensor]:
+    """The detector and each score alone, from one pass."""
+    latent = latent_at(det, x)
+    typical = det.novelty.typicality(latent.features(of_classes=True), latent.classes(of_classes=True))
+    each = {f"by {name}": score(latent) for name, score in SCORES.items() if name not in ("energy", "entropy")}
+    return {"detector": det.novelty.score(latent), f"by {TYPICALITY}": typical, **each}
+
+
+def uniformity(det: Detector, x: Tensor) -> dict[str, float]:
+    """Of the p-values of familiar inputs: the fraction of alarms, and the largest distance from their distribution."""
+    p = det.p_value(x).sort().values
+    places = torch.arange(len(p) + 1, dtype=torch.float64) / len(p)
+    distance = max(float((places[1:] - p).max()), float((p - places[:-1]).max()))
+    alarms = {f"alarms at {rate:g}": float((p <= rate).double().mean()) for rate in (0.01, 0.05)}
+    return {"ranked": float(len(det.novelty)), "held out": float(len(p)), "KS": distance, **alarms}
+
+
+def measured(name: str, num_inputs: int, quick: bool) -> tuple[dict[str, dict[str, tuple[float, float]]], Any]:
+    """AUROC and FPR95 of each method on each set, and what p-values of familiar inputs look like."""
     data, _, epochs, other = NETWORKS[name]
     (x, y), (test, _) = raw(data, True), raw(data, False)
     x, y = scaled(data, x[:TRAINING]), y[:TRAINING]
@@ -156,25 +183,26 @@ def measured(name: str, num_inputs: int, quick: bool) -> dict[str, dict[str, tup
     la.fit(DataLoader(TensorDataset(x, y), 500))
     order = torch.randperm(len(test), generator=_generator())
     num_inputs = min(num_inputs, len(test) // 2)
-    familiar, plain = test[order[num_inputs : 2 * num_inputs]], test[order[:num_inputs]]
+    plain, calibrating = test[order[:num_inputs]], test[order[num_inputs : num_inputs + CALIBRATING]]
+    held_out = test[order[num_inputs + CALIBRATING :][:HELD_OUT]]
     made = {kind: make(plain) for kind, make in UNFAMILIAR.items()}
     if not quick:
         made[KNOWN[other][1]] = _like(raw(other, False)[0][:num_inputs], plain)
-    detectors = {score: la.detector(scaled(data, familiar), score=score) for score in ("auto", *SCORES)}
-    print(detectors["auto"])
+    det = la.detector(scaled(data, calibrating))
+    print(det)
     baselines = Baselines(model, x[:FEATURES], y[:FEATURES])
 
     def scores(inputs: Tensor) -> dict[str, Tensor]:
         inputs = scaled(data, inputs)
-        ours = {f"by {score}" if score != "auto" else "detector": d.score(inputs) for score, d in detectors.items()}
-        return {**baselines(inputs), "prior": prior_margin(la, inputs), **ours}
+        return {**baselines(inputs), "prior": prior_margin(la, inputs), **alone(det, inputs)}
 
-    known_scores, found = scores(plain), {}
+    known_scores = scores(plain)
+    found: dict[str, dict[str, tuple[float, float]]] = {}
     for kind, inputs in made.items():
         for method, values in scores(inputs).items():
             metrics = ood_metrics(known_scores[method], values)
             found.setdefault(method, {})[kind] = (metrics.auroc, metrics.fpr95)
-    return found
+    return found, uniformity(det, scaled(data, held_out)) if len(held_out) else {}
 
 
 def _like(x: Tensor, others: Tensor) -> Tensor:
@@ -187,20 +215,22 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bench detection", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="digits, a small fit: does it run?")
     parser.add_argument("--networks", default=",".join(NETWORKS), help="some of them, with commas")
-    parser.add_argument("--inputs", type=int, default=500, help="of each kind")
+    parser.add_argument("--inputs", type=int, default=250, help="of each kind")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args(argv)
     warnings.filterwarnings("ignore", message="`torch.jit.script`")
-    figures = {}
+    figures: dict[str, Any] = {}
     for name in ["digits"] if options.quick else options.networks.split(","):
-        figures[name] = measured(name, 100 if options.quick else options.inputs, options.quick)
-        kinds = list(next(iter(figures[name].values())))
+        table, familiar = measured(name, 100 if options.quick else options.inputs, options.quick)
+        figures[name] = {**table, "familiar": familiar}
+        kinds = list(next(iter(table.values())))
         print(f"\n{name}: {', '.join(kinds)}")
-        rows = {method: torch.tensor([found[kind] for kind in kinds]) for method, found in figures[name].items()}
+        rows = {method: torch.tensor([found[kind] for kind in kinds]) for method, found in table.items()}
         for method, row in sorted(rows.items(), key=lambda item: -float(item[1][:, 0].mean())):
             shown = " ".join(f"{100 * value:5.1f}" for value in row[:, 0].tolist())
             mean, worst, passing = 100 * row[:, 0].mean(), 100 * row[:, 0].min(), 100 * row[:, 1].mean()
             print(f"{method:22}{shown}   mean {mean:.1f} worst {worst:.1f} FPR95 {passing:.1f}", flush=True)
+        print("familiar inputs: " + ", ".join(f"{what} {value:.4g}" for what, value in familiar.items()), flush=True)
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2))
 

@@ -20,9 +20,8 @@ from ntk_iterncgp.data.fixed_order import Inputs
 from ntk_iterncgp.jacobian.rows import Rows
 from ntk_iterncgp.laplace_torch.hyperparameters import check_positive, follows_prior
 from ntk_iterncgp.posterior.convergence import Convergence, convergence_at
-from ntk_iterncgp.posterior.detection import Novelty, latents_of, precision_of_median
-from ntk_iterncgp.posterior.scores import AUTO, SCORES, Latent, against_rest, latent_of
-from ntk_iterncgp.posterior.tuning import ValidationPart
+from ntk_iterncgp.posterior.detection import Measured, Novelty, Prior, balancing, by_median, split
+from ntk_iterncgp.posterior.scores import AUTO, SCORES, TYPICALITY, against_rest
 from ntk_iterncgp.posterior.weight_space import WeightPosterior
 from ntk_iterncgp.runtime.threads import evaluating, exclusively, full_precision
 
@@ -37,11 +36,14 @@ class Detector:
     """Scores, conformal p-values and alarms for new inputs. Made by `la.detector(inputs)`; prints as one line."""
 
     la: IterNCGPLaplace
-    posterior: WeightPosterior
-    prior_precision: Tensor  # of the detector, (1,) or (L,)
-    noise_scale: Tensor
+    prior: Prior
     novelty: Novelty
     z: float | None  # None: the precision of predictions
+
+    @property
+    def prior_precision(self) -> Tensor:  # (L,)
+        """Of the detector, for each parameter tensor."""
+        return self.prior.precision
 
     def score(self, x: Inputs) -> Tensor:  # (b,)
         """Compute how unlike the familiar inputs each input is, higher for less familiar ones.
@@ -50,15 +52,16 @@ class Detector:
             x: Inputs as the model takes them: a tensor, a mapping, or a loader of batches.
 
         Returns:
-            The score of each input: −Σ log p over the scores that are combined, or the only one.
+            The score of each input: the weighted sum of those that are combined, or the only one.
         """
-        return torch.cat([self.novelty.score(self._latent(part)) for part in self._parts(x)])
+        parts = measured_at(self.la, self.prior, x)
+        return torch.cat([self.novelty.score(part.latent(self.prior)) for part in parts])
 
     def p_value(self, x: Inputs) -> Tensor:  # (b,)
         """Compute the conformal p-value of each input, p = (1 + #{s_i ≥ s}) / (n + 1).
 
-        It is uniform on inputs like those that the detector was calibrated on, on average over the draw of these n
-        (for one draw it is off by about 1/√n).
+        It is uniform on inputs like those that the detector was calibrated on, on average over the draw of the n that
+        are ranked (for one draw it is off by about 1/√n). These had no say in what the score is.
 
         Args:
             x: Inputs as the model takes them: a tensor, a mapping, or a loader of batches.
@@ -95,18 +98,13 @@ class Detector:
             f"precision {float(precision):.3g} ({rule})."
         )
 
-    def _latent(self, part: ValidationPart) -> Latent:
-        return latent_of(part, self.posterior, self.prior_precision, self.noise_scale)
-
-    def _parts(self, x: Inputs) -> Iterator[ValidationPart]:
-        return parts_at(self.la, self.posterior, x, layerwise=len(self.prior_precision) > 1)
-
     def to_dict(self) -> dict[str, Any]:
         """Plain tensors, numbers and strings; the posterior is saved beside them."""
         return {
             **self.novelty.to_dict(),
-            "prior_precision": self.prior_precision,
-            "noise_scale": self.noise_scale,
+            "variances": self.prior.variances,
+            "scales": self.prior.scales,
+            "noise_scale": self.prior.noise_scale,
             "z": self.z,
         }
 
@@ -116,18 +114,18 @@ class Detector:
         if not isinstance(saved, Mapping):
             raise _damaged("detector", saved)
         novelty, numbers = Novelty.from_dict(saved, la._device), {}
-        for name, sizes in (("prior_precision", (1, len(la._layer_sizes()))), ("noise_scale", (1,))):
+        for name, shape in (("variances", (2, len(la._layer_sizes()))), ("scales", (2,)), ("noise_scale", (1,))):
             value: Any = saved.get(name)
-            is_number = isinstance(value, Tensor) and value.is_floating_point() and value.numel() in sizes
+            is_number = isinstance(value, Tensor) and value.dtype == torch.float64 and tuple(value.shape) == shape
             if not is_number or not bool((torch.isfinite(value) & (value > 0)).all()):
                 raise _damaged(name, value)
             numbers[name] = value.to(la._device)
         z: Any = saved.get("z")
         if not (z is None or (isinstance(z, (int, float)) and 0 < z < float("inf"))):
             raise _damaged("z", z)
-        if la.likelihood != Likelihood.CLASSIFICATION and any(SCORES[name].needs_classes for name in novelty.names):
+        if la.likelihood != Likelihood.CLASSIFICATION and not set(novelty.names) <= set(_possible("regression")):
             raise _damaged("names", novelty.names)
-        return cls(la, posterior, numbers["prior_precision"], numbers["noise_scale"], novelty, z)
+        return cls(la, Prior(posterior, **numbers), novelty, z)
 
 
 def _damaged(name: str, found: object) -> ValueError:
@@ -146,15 +144,12 @@ def rows_at(la: IterNCGPLaplace, x: Inputs | DataLoader[Any]) -> Iterator[Rows]:
             yield from la._rows_at(batch, contrasts)
 
 
-def parts_at(
-    la: IterNCGPLaplace, posterior: WeightPosterior, x: Inputs | DataLoader[Any], *, layerwise: bool = False
-) -> Iterator[ValidationPart]:
+def measured_at(la: IterNCGPLaplace, prior: Prior, x: Inputs | DataLoader[Any]) -> Iterator[Measured]:
     """The small matrices of these rows; no row is held longer."""
-    dtype = posterior.images.dtype if la.likelihood == Likelihood.CLASSIFICATION else torch.float64
-    shift = torch.zeros_like(la.mean)
+    dtype = prior.posterior.images.dtype if la.likelihood == Likelihood.CLASSIFICATION else torch.float64
     for rows in rows_at(la, x):
-        none = rows.outputs.new_zeros(0)
-        yield ValidationPart.of(rows, posterior, shift, none, layerwise=layerwise, dtype=dtype)
+        with full_precision(la._device):
+            yield Measured.of(rows, prior.posterior, prior.variances, dtype)
 
 
 def batches_of(x: Inputs | DataLoader[Any]) -> Iterator[Inputs]:
@@ -179,22 +174,35 @@ def make_detector(la: IterNCGPLaplace, x: Inputs | DataLoader[Any], score: str |
             "others would raise too many alarms; got the training data. Try a validation set.",
             stacklevel=3,
         )
-    is_own = la.likelihood == Likelihood.CLASSIFICATION and follows_prior(la)
-    precision = la.prior_precision.detach().double().reshape(-1).clone()
-    if not is_own and len(precision) not in (1, len(la._layer_sizes())):
-        raise ValueError(
-            f"`prior_precision` must be one number, or one for each layer, for a detector at the precision of "
-            f"predictions; got {len(precision)}. Try la.prior_precision = 1.0 before la.detector(inputs)."
-        )
-    noise_scale, posterior = la._noise_scale.detach().double().reshape(1).clone(), la.posterior
-    parts = list(parts_at(la, posterior, x, layerwise=not is_own and len(precision) > 1))
+    of_classes = la.likelihood == Likelihood.CLASSIFICATION
+    is_own = of_classes and follows_prior(la)
+    prior = _prior_of(la, balances=is_own)
+    parts = list(measured_at(la, prior, x))
     count = sum(len(part.outputs) for part in parts)
     if count < LEAST_INPUTS:
         raise ValueError(f"`x` must hold at least {LEAST_INPUTS} inputs to rank others among; got {count}. Try 1000.")
+    familiar = Measured.cat(parts)
+    fitting, ranked = (familiar[chosen] for chosen in split(count, la._device))
     if is_own:
-        precision = precision.new_full((1,), precision_of_median(parts, posterior, noise_scale, z))
-    familiar = latents_of(parts, posterior, precision, noise_scale)
-    return Detector(la, posterior, precision, noise_scale, Novelty.of(names, familiar), float(z) if is_own else None)
+        prior = by_median(fitting, prior, z)
+    novelty = Novelty.of(names, fitting.latent(prior), ranked.latent(prior), of_classes=of_classes)
+    return Detector(la, prior, novelty, float(z) if is_own else None)
+
+
+def _prior_of(la: IterNCGPLaplace, *, balances: bool) -> Prior:
+    """One that balances the layers beside a flat one, their scales to be found; or that of predictions."""
+    posterior, noise_scale = la.posterior, la._noise_scale.detach().double().reshape(1).clone()
+    if balances:
+        variances = balancing(posterior)
+    else:
+        precision, num_layers = la.prior_precision.detach().double().reshape(-1), len(la._layer_sizes())
+        if len(precision) not in (1, num_layers):
+            raise ValueError(
+                f"`prior_precision` must be one number, or one for each layer, for a detector at the precision of "
+                f"predictions; got {len(precision)}. Try la.prior_precision = 1.0 before la.detector(inputs)."
+            )
+        variances = (1 / precision).expand(2, num_layers).contiguous()
+    return Prior(posterior, noise_scale, variances, variances.new_ones(2))
 
 
 def draws_from(la: IterNCGPLaplace, x: Any) -> bool:
@@ -222,13 +230,18 @@ def _overlap(one: Any, other: Any) -> bool:
 def _names(la: IterNCGPLaplace, score: str | Sequence[str]) -> tuple[str, ...]:
     task = str(Likelihood(la.likelihood).value)
     names = AUTO[task] if score == "auto" else (score,) if isinstance(score, str) else tuple(score)
-    possible = [name for name in SCORES if task == "classification" or not SCORES[name].needs_classes]
+    possible = _possible(task)
     if not names or not all(name in possible for name in names):
         raise ValueError(
             f"`score` must be 'auto' or one or several of {', '.join(map(repr, possible))} for {task}; got {score!r}. "
             "Try 'auto'."
         )
     return names
+
+
+def _possible(task: str) -> list[str]:
+    """The names of the scores that have a meaning for this task."""
+    return [n for n in SCORES if task == "classification" or not SCORES[n].needs_classes] + [TYPICALITY]
 
 
 class Detecting:
@@ -242,16 +255,17 @@ class Detecting:
     ) -> Detector:
         """Make a detector of unfamiliar inputs, from familiar ones without labels; or return the one that is there.
 
-        Its prior precision is such that the median evidence of the familiar inputs is `z` posterior standard
-        deviations; that of predictions stays. It costs a forward and a backward pass for each input, here and later,
-        and is saved with the posterior, as long as this is not fitted, refined or compressed again.
+        Its prior precision balances the layers, and is such that the median evidence of familiar inputs is `z`
+        posterior standard deviations; that of predictions stays. It costs a forward and a backward pass for each
+        input, here and later, and is saved with the posterior, as long as this is not fitted, refined or compressed
+        again. A quarter of the inputs (100 to 500 of them) fix the score, the others are ranked.
 
         Args:
             x: Held-out inputs of the kind that the network was trained for, not those that it was trained on: a tensor,
-                a mapping, or a loader (labels are not looked at). A thousand are enough; alarms at rate r take 1/r.
-                None: the detector that was made or loaded before.
-            score: A name in `ntk_iterncgp.posterior.scores.SCORES`, or several, which are combined by their ranks;
-                "auto" combines those that hold up across networks.
+                a mapping, or a loader (labels are not looked at). A thousand are enough; alarms at rate r are off by
+                about √(r/n). None: the detector that was made or loaded before.
+            score: A name in `ntk_iterncgp.posterior.scores.SCORES`, "typicality", or several of them, which are
+                standardised and summed; "auto" combines those that hold up across networks.
             z: The number of posterior standard deviations; detection is flat between 1 and 3. Regression has no such
                 rule, and a refined mean of a classifier no other precision: they keep that of predictions.
 
@@ -299,4 +313,4 @@ class Detecting:
     def _detector_now(self) -> Detector | None:
         """The detector that was made for this posterior, if there is one."""
         made = self._detector
-        return made if made is not None and made.posterior is self.posterior else None
+        return made if made is not None and made.prior.posterior is self.posterior else None

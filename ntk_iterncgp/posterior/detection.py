@@ -1,66 +1,195 @@
 """Calibrate scores of unfamiliar inputs on familiar ones: no labels, no outliers.
 
-precision   the prior precision at which the median evidence of familiar inputs is z posterior standard deviations: the
-            median of hᵀf / √(hᵀΣh) falls with the variance, so there is one. What suits probabilities is too little
-            variance for detection, where every familiar input is many standard deviations sure
-ranks       a score counts by how many familiar inputs have as high a one, p = (1 + #{s_i ≥ s}) / (n + 1), which is
-            uniform for another familiar input (conformal). Several scores are combined by Fisher's rule, −Σ log p, and
-            the sum is ranked again, since they are not independent
+precision   What suits probabilities is too little variance for detection, where every familiar input is many standard
+            deviations sure. Here the layers get the precisions at which all of them have a say (tr A_lᵀΛ_l⁻¹A_l is the
+            same for each parameter tensor l), times the number at which the median evidence hᵀf / √(hᵀΣh) of familiar
+            inputs is z posterior standard deviations
+combined    Scores are standardised by the median and the 90 % point of familiar inputs and summed. A distance from
+            what is typical counts where it is above the median: to be typical is no evidence of anything
+ranks       p = (1 + #{s_i ≥ s}) / (n + 1) is uniform for another familiar input (conformal). So the inputs are split:
+            a part fixes the score, and the others, which had no say in it, are ranked
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ntk_iterncgp.posterior.scores import SCORES, Latent, latent_of
-from ntk_iterncgp.posterior.tuning import ValidationPart
-from ntk_iterncgp.posterior.weight_space import WeightPosterior
+from ntk_iterncgp.jacobian.rows import Rows
+from ntk_iterncgp.posterior.scores import SCORES, TYPICALITY, Latent
+from ntk_iterncgp.posterior.typicality import Typicality
+from ntk_iterncgp.posterior.weight_space import WeightPosterior, downdate_rounding
 
 PRECISIONS = (1e-12, 1e18)  # between which the median rule looks
 HALVINGS = 18  # of these thirty decades: the precision to 0.03 %
+LEAST_PART = 1e-4  # of the largest layer's images, below which one counts no more
+FITTING = (0.25, 100, 500)  # the part of the inputs that fixes the score; at least (or half of them), at most
+HIGH = 0.9  # the quantile that is one above the median
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """Small matrices at some inputs for two unit priors: one that balances the layers, and one for all weights."""
+
+    outputs: Tensor  # f (b, C)
+    layers: Tensor  # hᵀJ_l J_lᵀh, or the trace over outputs (b, L)
+    cross: Tensor  # hᵀJ Λ⁻¹ A for both (2, b, r, B)
+    rounding: float  # of what is removed from the variance, as a fraction of it
+
+    @classmethod
+    def of(cls, rows: Rows, posterior: WeightPosterior, variances: Tensor, dtype: torch.dtype) -> Measured:  # (2, L)
+        """From the rows of one contrast, or of all outputs."""
+        layers, cross = [], torch.zeros((), dtype=torch.float64, device=variances.device)
+        for variance, (product, own) in zip(
+            variances.T, rows.by_layer(posterior.images.to(dtype), posterior.layer_sizes), strict=True
+        ):
+            layers.append(own.diagonal(dim1=1, dim2=2).sum(1))
+            cross = cross + variance[:, None, None, None] * product
+        rounding = downdate_rounding(posterior.images.dtype, dtype)
+        return cls(rows.outputs.double(), torch.stack(layers, 1), cross.to(dtype), rounding)
+
+    @classmethod
+    def cat(cls, parts: Sequence[Measured]) -> Measured:
+        """Several batches as one."""
+        outputs, layers = (torch.cat([getattr(part, name) for part in parts]) for name in ("outputs", "layers"))
+        return cls(outputs, layers, torch.cat([part.cross for part in parts], 1), parts[0].rounding)
+
+    def __getitem__(self, chosen: Tensor) -> Measured:
+        """Some of the inputs."""
+        return Measured(self.outputs[chosen], self.layers[chosen], self.cross[:, chosen], self.rounding)
+
+    def latent(self, prior: Prior) -> Latent:
+        """What scores are asked about, at two precisions."""
+        (own, total), (flat, _) = self._variances(prior, 0), self._variances(prior, 1)
+        return Latent(self.outputs, own, total, self.layers, flat)
+
+    def _variances(self, prior: Prior, which: int) -> tuple[Tensor, Tensor]:  # (b,), (b,)
+        precision, tiny = prior.scales[which], torch.finfo(torch.float64).tiny
+        total = (1 + self.rounding) * (self.layers @ prior.variances[which]) / precision
+        factor = prior.posterior.factor(precision / prior.variances[which], prior.noise_scale)
+        cross = self.cross[which].double() / precision
+        removed = factor.half_solve(cross.flatten(0, 1).T).square().sum(0).unflatten(0, cross.shape[:2]).sum(1)
+        return (total - removed).clamp_min(tiny), total.clamp_min(tiny)
+
+
+@dataclass(frozen=True, eq=False)
+class Prior:
+    """The two priors of a detector: variances of the layers in proportion, and the precision that scales them."""
+
+    posterior: WeightPosterior
+    noise_scale: Tensor  # τ = σ²·T
+    variances: Tensor  # (2, L)
+    scales: Tensor  # (2,)
+
+    @property
+    def precision(self) -> Tensor:  # (L,)
+        """Of each layer, for the one that balances them."""
+        return self.scales[0] / self.variances[0]
+
+    def at(self, which: int, precision: float) -> Prior:
+        """With another scale for one of the two."""
+        scales = self.scales.clone()
+        scales[which] = precision
+        return Prior(self.posterior, self.noise_scale, self.variances, scales)
+
+
+def balancing(posterior: WeightPosterior) -> Tensor:  # (2, L)
+    """Variances in inverse proportion to the layers' squared images, and all the same."""
+    squares = torch.stack([part.double().square().sum() for part in posterior.images.split(posterior.layer_sizes)])
+    largest = squares.max() if bool(squares.any()) else torch.ones_like(squares[0])
+    balanced = largest / squares.clamp_min(LEAST_PART * largest)
+    return torch.stack([balanced, torch.ones_like(balanced)])
+
+
+def by_median(familiar: Measured, prior: Prior, z: float) -> Prior:
+    """Find the scales at which the median evidence is z posterior standard deviations, by bisection.
+
+    Args:
+        familiar: Inputs, with the contrast of the likeliest class against the rest.
+        prior: Whose scales are to be found.
+        z: How many standard deviations.
+
+    Returns:
+        The prior with scales between 1e-12 and 1e18.
+    """
+    evidence = familiar.latent(prior).evidence
+    for which in (0, 1):
+        lower, upper = map(math.log, PRECISIONS)
+        for _ in range(HALVINGS):
+            middle = 0.5 * (lower + upper)
+            variance, _ = familiar._variances(prior.at(which, math.exp(middle)), which)
+            if float((evidence / variance.sqrt()).median()) < z:
+                lower = middle
+            else:
+                upper = middle
+        prior = prior.at(which, math.exp(0.5 * (lower + upper)))
+    return prior
+
+
+def split(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Which inputs fix the score, and which are ranked: at random, always the same."""
+    part, least, most = FITTING
+    fitting = min(max(int(part * count), min(least, count // 2)), most)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).to(device)
+    return order[:fitting], order[fitting:]
 
 
 @dataclass(frozen=True, eq=False)
 class Novelty:
-    """Scores, and what they are at familiar inputs: a score for new inputs and its rank."""
+    """One score from one or several, and what it is at familiar inputs: its rank among them."""
 
     names: tuple[str, ...]
-    references: Tensor  # (scores, n), each ascending
-    combined: Tensor  # (n,), ascending
+    of_classes: bool
+    location: Tensor  # (k,), of each score
+    scale: Tensor  # (k,)
+    typicality: Typicality
+    ranked: Tensor  # (n,), ascending
 
     @classmethod
-    def of(cls, names: Sequence[str], familiar: Latent) -> Novelty:
+    def of(cls, names: Sequence[str], fitting: Latent, ranked: Latent, *, of_classes: bool) -> Novelty:
         """Calibrate scores on familiar inputs.
 
         Args:
-            names: Of the scores, keys of `SCORES`; several are combined by their ranks.
-            familiar: What the scores are asked about, at n familiar inputs.
+            names: Of the scores, keys of `SCORES` or "typicality".
+            fitting: What the scores are asked about, at the inputs that fix how they are combined.
+            ranked: The same at n other inputs.
+            of_classes: Whether the outputs are those of a classifier.
         """
-        values = torch.stack([SCORES[name](familiar) for name in names])
-        references = values.sort(1).values
-        # Each familiar input is ranked among all n, itself included, as a new one is among n + 1.
-        ranks = torch.stack([_as_high(r, v) for r, v in zip(references, values, strict=True)]) / values.shape[1]
-        combined = values[0] if len(names) == 1 else -ranks.log().sum(0)
-        return cls(tuple(names), references, combined.sort().values)
+        features, classes = fitting.features(of_classes=of_classes), fitting.classes(of_classes=of_classes)
+        num_classes = fitting.outputs.shape[1] if of_classes else 1
+        typicality = Typicality.of(features, classes, num_classes)
+        distances = Typicality.of_others(features, classes, num_classes)
+        values = torch.stack([distances if name == TYPICALITY else SCORES[name](fitting) for name in names])
+        location = values.median(1).values
+        scale = values.quantile(HIGH, dim=1) - location
+        scale = torch.where(scale > 0, scale, torch.ones_like(scale))  # ties
+        made = cls(tuple(names), of_classes, location, scale, typicality, location[:0])
+        return cls(tuple(names), of_classes, location, scale, typicality, made.score(ranked).sort().values)
 
     def __len__(self) -> int:
-        """n, the number of familiar inputs."""
-        return len(self.combined)
+        """n, the number of familiar inputs that are ranked."""
+        return len(self.ranked)
 
     def score(self, latent: Latent) -> Tensor:  # (b,)
-        """The score of new inputs, higher for less familiar ones: the only one, or −Σ log p over several."""
-        values = [SCORES[name](latent) for name in self.names]
-        if len(values) == 1:
-            return values[0]
-        pairs = zip(self.references, values, strict=True)
-        ranks = torch.stack([(1 + _as_high(reference, value)) / (len(self) + 1) for reference, value in pairs])
-        return -ranks.log().sum(0)
+        """The score of new inputs, higher for less familiar ones: the only one, or a weighted sum of several."""
+        if len(self.names) == 1:
+            return self._value(self.names[0], latent)
+        total = torch.zeros_like(latent.variance)
+        for name, location, scale in zip(self.names, self.location, self.scale, strict=True):
+            standard = (self._value(name, latent) - location) / scale
+            total += standard.clamp_min(0) if name == TYPICALITY else SCORES[name].weight * standard
+        return total
+
+    def _value(self, name: str, latent: Latent) -> Tensor:  # (b,)
+        if name != TYPICALITY:
+            return SCORES[name](latent)
+        classes = latent.classes(of_classes=self.of_classes)
+        return self.typicality(latent.features(of_classes=self.of_classes), classes)
 
     def p_value(self, scores: Tensor) -> Tensor:  # (b,) -> (b,)
         """Rank scores among those of the familiar inputs, p = (1 + #{s_i ≥ s}) / (n + 1).
@@ -68,74 +197,38 @@ class Novelty:
         Where several are equal the place among them is drawn, always the same for the same scores, so that p is
         uniform for familiar inputs.
         """
-        above = (len(self) - torch.searchsorted(self.combined, scores, right=True)).double()
-        equal = _as_high(self.combined, scores) - above
+        above = (len(self) - torch.searchsorted(self.ranked, scores, right=True)).double()
+        equal = (len(self) - torch.searchsorted(self.ranked, scores.contiguous())).double() - above
         generator = torch.Generator().manual_seed(0)
         drawn = torch.rand(len(scores), generator=generator, dtype=torch.float64).to(scores.device)
         return (1 + above + (drawn * (equal + 1)).floor()) / (len(self) + 1)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain tensors and strings."""
-        return {"names": list(self.names), "references": self.references, "combined": self.combined}
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return found | {"names": list(self.names), "typicality": self.typicality.to_dict()}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any], device: torch.device) -> Novelty:
         """What `to_dict` made, on a device; a `ValueError` where its parts do not fit together."""
         names: Any = saved.get("names")
-        references: Any = saved.get("references")
-        combined: Any = saved.get("combined")
+        tensors: list[Any] = [saved.get(name) for name in ("location", "scale", "ranked")]
         is_whole = (
             isinstance(names, (list, tuple))
             and len(names) > 0
-            and all(isinstance(name, str) and name in SCORES for name in names)
-            and all(isinstance(t, Tensor) and t.dtype == torch.float64 for t in (references, combined))
-            and combined.ndim == 1
-            and len(combined) > 0
-            and references.shape == (len(names), len(combined))
-            and bool(torch.isfinite(references).all() and torch.isfinite(combined).all())
-            and bool((references.diff(dim=1) >= 0).all() and (combined.diff() >= 0).all())
+            and all(isinstance(name, str) and (name in SCORES or name == TYPICALITY) for name in names)
+            and all(isinstance(t, Tensor) and t.dtype == torch.float64 and t.ndim == 1 for t in tensors)
+            and [len(t) for t in tensors[:2]] == 2 * [len(names)]
+            and all(bool(torch.isfinite(t).all()) for t in tensors)
+            and len(tensors[2]) > 0
+            and bool((tensors[1] > 0).all() and (tensors[2].diff() >= 0).all())
+            and isinstance(saved.get("of_classes"), bool)
         )
         if not is_whole:
             raise ValueError(
                 f"The scores of a saved detector must be known, sorted and finite; got {names!r}. Try to save it "
                 "again, or la.detector(inputs)."
             )
-        return cls(tuple(names), references.to(device), combined.to(device))
-
-
-def _as_high(reference: Tensor, values: Tensor) -> Tensor:  # (n,) ascending, (b,) -> (b,)
-    """#{s_i ≥ s}."""
-    return (len(reference) - torch.searchsorted(reference, values.contiguous())).double()
-
-
-def latents_of(
-    parts: Sequence[ValidationPart], posterior: WeightPosterior, precision: Tensor, noise_scale: Tensor
-) -> Latent:
-    """The moments of several batches at one prior precision."""
-    return Latent.cat([latent_of(part, posterior, precision, noise_scale) for part in parts])
-
-
-def precision_of_median(
-    parts: Sequence[ValidationPart], posterior: WeightPosterior, noise_scale: Tensor, z: float
-) -> float:
-    """Find the prior precision at which the median evidence is z posterior standard deviations, by bisection.
-
-    Args:
-        parts: Familiar inputs, with the contrast of the likeliest class against the rest.
-        posterior: Of the fit.
-        noise_scale: τ = σ²·T.
-        z: How many standard deviations.
-
-    Returns:
-        The precision, between 1e-12 and 1e18.
-    """
-    lower, upper = map(math.log, PRECISIONS)
-    for _ in range(HALVINGS):
-        middle = 0.5 * (lower + upper)
-        precision = torch.full((1,), math.exp(middle), dtype=torch.float64, device=noise_scale.device)
-        latent = latents_of(parts, posterior, precision, noise_scale)
-        if float((latent.evidence / latent.variance.sqrt()).median()) < z:
-            lower = middle
-        else:
-            upper = middle
-    return math.exp(0.5 * (lower + upper))
+        location, scale, ranked = (t.to(device) for t in tensors)
+        typicality = Typicality.from_dict(saved.get("typicality"), device)
+        return cls(tuple(names), saved["of_classes"], location, scale, typicality, ranked)

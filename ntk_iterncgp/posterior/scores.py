@@ -2,7 +2,7 @@
 
     h = e_c − (1 − e_c)/(C − 1)      the likeliest class c against the mean of the others
     evidence hᵀf                     how much the network has for its answer, whatever is added to all outputs
-    variance hᵀΣh of it, under the posterior, and under the prior hᵀKh
+    variance hᵀΣh of it, under the posterior, and under the prior hᵀKh, in all and of each parameter tensor
 
 That is one row hᵀJ(x) for each input, whatever the number of classes. The next class alone is the usual contrast of a
 prediction. For detection it is the weaker one: an unfamiliar input may well be far from *one* of the classes that were
@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import Tensor
 
 from ntk_iterncgp.likelihoods.quadrature import line_points
-from ntk_iterncgp.posterior.tuning import ValidationPart
-from ntk_iterncgp.posterior.weight_space import WeightPosterior
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,16 +29,24 @@ class Latent:
     outputs: Tensor  # f (b, C)
     variance: Tensor  # hᵀΣh (b,)
     prior_variance: Tensor  # hᵀKh (b,)
+    layers: Tensor  # hᵀK_l h for each parameter tensor (b, L)
+    flat_variance: Tensor  # hᵀΣh where all weights have one precision (b,)
 
     @property
     def evidence(self) -> Tensor:  # (b,)
         """hᵀf: zero where all classes are as likely."""
         return (self.outputs[..., None] * against_rest(self.outputs)).sum((1, 2))
 
-    @classmethod
-    def cat(cls, parts: list[Latent]) -> Latent:
-        """Several batches as one."""
-        return cls(*(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(cls)))
+    def features(self, *, of_classes: bool) -> Tensor:  # (b, d)
+        """What typicality looks at: logarithms of variances, and evidence and energy of a classifier."""
+        variances = torch.cat([self.layers, self.variance[:, None], self.flat_variance[:, None]], 1)
+        logs = variances.clamp_min(torch.finfo(torch.float64).tiny).log()
+        own = [self.evidence[:, None], self.outputs.logsumexp(1)[:, None]] if of_classes else []
+        return torch.cat([logs, *own], 1)
+
+    def classes(self, *, of_classes: bool) -> Tensor:  # (b,)
+        """The likeliest class; a regression has one for all."""
+        return self.outputs.argmax(1) if of_classes else torch.zeros_like(self.variance, dtype=torch.long)
 
 
 def against_rest(outputs: Tensor) -> Tensor:  # (b, C) -> (b, C, 1)
@@ -57,18 +63,12 @@ def against_rest(outputs: Tensor) -> Tensor:  # (b, C) -> (b, C, 1)
     return contrasts.scatter(1, outputs.argmax(1, keepdim=True), 1.0)[..., None]
 
 
-def latent_of(part: ValidationPart, posterior: WeightPosterior, precision: Tensor, noise_scale: Tensor) -> Latent:
-    """The moments at some inputs for a scalar prior precision, from the small matrices of a unit one."""
-    outputs, covariance = part.moments(posterior, precision, noise_scale, refined=False)
-    variances = (values.diagonal(dim1=1, dim2=2).sum(1) for values in (covariance, part.prior(precision)))
-    return Latent(outputs, *(variance.clamp_min(torch.finfo(torch.float64).tiny) for variance in variances))
-
-
 class Score(ABC):
     """How unfamiliar inputs are, higher for less familiar ones. Monotone transformations change nothing."""
 
     name: str
     needs_classes: bool = True  # or it has a meaning for regression too
+    weight: float = 1.0  # beside others
 
     @abstractmethod
     def __call__(self, latent: Latent) -> Tensor:  # (b,)
@@ -94,7 +94,7 @@ class Evidence(Score):
 class Energy(Score):
     """The network's own: how little evidence there is for any class. It needs no posterior."""
 
-    name = "energy"
+    name, weight = "energy", 0.5
 
     def __call__(self, latent: Latent) -> Tensor:
         return -latent.outputs.logsumexp(1)
@@ -199,8 +199,11 @@ SCORES: dict[str, Score] = {
 }
 """All scores by name."""
 
+TYPICALITY = "typicality"
+"""The name of the score that is fitted to familiar inputs (`typicality.py`)."""
+
 AUTO = {
-    "classification": ("evidence", "energy", "entropy", "ratio"),
-    "regression": ("variance", "ratio"),
+    "classification": ("evidence", "energy", TYPICALITY),
+    "regression": ("variance", TYPICALITY),
 }
-"""What "auto" combines: the posterior's doubt, two views of the network's own, and what the data left open."""
+"""What "auto" combines: the posterior's doubt, the network's own, and how far from typical the posterior is."""
