@@ -19,10 +19,9 @@ from ntk_iterncgp.data.fixed_order import Inputs, slice_rows
 from ntk_iterncgp.fitting.cluster_run import ClusterState, unfolded
 from ntk_iterncgp.jacobian.autograd import SMALL_NETWORK
 from ntk_iterncgp.jacobian.rows import Contrasts, DenseRows, NetworkJacobian, Rows
-from ntk_iterncgp.laplace_torch.calibration import Calibrating
 from ntk_iterncgp.laplace_torch.detector import Detecting
 from ntk_iterncgp.laplace_torch.fitting import FittedNetwork
-from ntk_iterncgp.laplace_torch.grid import GivenMoments, descend, search_grid
+from ntk_iterncgp.laplace_torch.grid import GivenMoments, calibrated, descend, search_grid
 from ntk_iterncgp.laplace_torch.hyperparameters import (
     check_may_be_tuned,
     check_positive,
@@ -32,6 +31,7 @@ from ntk_iterncgp.laplace_torch.hyperparameters import (
 )
 from ntk_iterncgp.laplace_torch.saving import from_state_dict, to_state_dict
 from ntk_iterncgp.likelihoods import Softmax
+from ntk_iterncgp.posterior.calibration import Calibration
 from ntk_iterncgp.posterior.contrasts import (
     FEW_CLASSES,
     HEAD,
@@ -57,8 +57,10 @@ from ntk_iterncgp.runtime.validate import whole_number
 QUADRATURE = ("quadrature", "quasi", "accurate")
 
 
-class IterNCGPLaplace(Calibrating, Detecting, FittedNetwork):
+class IterNCGPLaplace(Detecting, FittedNetwork):
     """The posterior of the linearised network given all training data. Abstract; the flavours are final."""
+
+    output_temperature: float = 1.0
 
     def _refresh_posterior(self) -> None:
         super()._refresh_posterior()
@@ -376,6 +378,11 @@ class IterNCGPLaplace(Calibrating, Detecting, FittedNetwork):
         moved = rows.times(shift[:, None])[..., 0]
         return rows.outputs.double() + (moved if contrasts is None else moved @ contrasts.T)
 
+    def _tempered(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+        """The moments of f/T."""
+        T: Any = self.output_temperature
+        return (mean, covariance) if T == 1 else (mean / T, covariance / T**2)
+
     def _gradients(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.enable_backprop else torch.no_grad()
 
@@ -529,6 +536,24 @@ class IterNCGPLaplace(Calibrating, Detecting, FittedNetwork):
                 raise ValueError(f"method expects 'marglik', 'gridsearch' or 'validation', but got {method!r}.")
         if verbose:
             print(f"Optimized prior precision is {self.prior_precision}.")
+
+    def calibrate(self, val_loader: DataLoader[Any], *, progress_bar: bool = False) -> Calibration:
+        """Set the output temperature T and the prior precision by the NLL of held-out data, p = E softmax(f/T).
+
+        Where these data cannot tell that the variance adds to temperature scaling, this is temperature scaling, with a
+        precision at which the variance is next to nothing. It costs one pass over the data, with all outputs' rows.
+
+        Args:
+            val_loader: Labelled data that the network was not trained on, at least twenty; some hundred are enough.
+            progress_bar: Whether to show one.
+
+        Returns:
+            What was chosen and why; prints as a table.
+        """
+        self._check_fitted()
+        found = calibrated(self, val_loader, progress_bar)
+        self.prior_precision, self.output_temperature = found.prior_precision, found.output_temperature
+        return found
 
     # --- saving ------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,9 @@
-"""The prior precision from a validation set, which is passed once in all: by a grid, or by the gradient."""
+"""The prior precision from a validation set, which is passed once in all: by a grid, or by the gradient.
+
+And with it the output temperature T, which divides what goes into the link, p = E softmax(f/T): the latent mean by T
+and its covariance by T² (`posterior/calibration.py`). It is not laplace-torch's `temperature`, which scales the
+curvature of the likelihood, and so the variance alone.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,9 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from ntk_iterncgp.data.fixed_order import FixedOrderData
+from ntk_iterncgp.laplace_torch.hyperparameters import check_may_be_tuned
 from ntk_iterncgp.likelihoods import Gaussian, Softmax
+from ntk_iterncgp.posterior.calibration import LEAST_DATA, Calibration, calibrate
 from ntk_iterncgp.posterior.predictive import expected_response
 from ntk_iterncgp.posterior.tuning import (
     Moments,
@@ -131,6 +138,22 @@ def descend(
         progress_bar=progress_bar,
     )
     return precision.to(la._dtype), float(la.temperature) * factor
+
+
+def calibrated(la: IterNCGPLaplace, loader: DataLoader[Any], progress_bar: bool) -> Calibration:
+    """The output temperature and the prior precision with the least NLL on the validation set; la stays as it is."""
+    if la.likelihood != Likelihood.CLASSIFICATION:
+        raise ValueError(
+            "`likelihood` must be 'classification' for calibrate, since the noise of a regression is its "
+            "temperature; got 'regression'. Try optimize_prior_precision(method='gridsearch')."
+        )
+    check_may_be_tuned(la)
+    la._refresh_posterior()
+    parts = pass_once(la, loader, progress_bar)
+    count = sum(len(part.outputs) for part in parts)
+    if count < LEAST_DATA:
+        raise ValueError(f"`val_loader` must hold at least {LEAST_DATA} data; got {count}. Try some hundred.")
+    return calibrate(parts, la.posterior, la._noise_scale.detach())
 
 
 def pass_once(
