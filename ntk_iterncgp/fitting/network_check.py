@@ -36,6 +36,7 @@ from ntk_iterncgp.fitting.network import LinearisedNetwork, NetworkSettings
 from ntk_iterncgp.fitting.report import ELSEWHERE, MIN_DATA, ROWS, SelfCheckError, refusal
 from ntk_iterncgp.jacobian.rows import FEW_NUMBERS, NetworkJacobian, Rows, affordable_data
 from ntk_iterncgp.likelihoods.base import Likelihood
+from ntk_iterncgp.likelihoods.tokens import TokenSoftmax
 from ntk_iterncgp.linalg.factor import SLICE_ROWS, block_matrix, inner_products, rounding_noise
 from ntk_iterncgp.posterior.weight_space import WeightPosterior
 from ntk_iterncgp.runtime import parallel
@@ -66,7 +67,10 @@ def checked_targets(likelihood: Likelihood, outputs: Tensor, targets: Tensor) ->
         )
     if targets.is_floating_point() and not bool(torch.isfinite(targets).all()):
         raise ValueError("Targets must be finite; got NaN or infinity. Try it without those data.")
-    return likelihood.check_targets(targets)
+    checked = likelihood.check_targets(targets)
+    if isinstance(likelihood, TokenSoftmax):
+        likelihood.check_ignored(outputs, checked)
+    return checked
 
 
 def check_posterior(

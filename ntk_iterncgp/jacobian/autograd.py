@@ -29,10 +29,12 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jvp, vjp, vmap
+from torch.nn.functional import pad
 
 from ntk_iterncgp.data.fixed_order import Inputs, slice_rows
 from ntk_iterncgp.jacobian.layers import LayerRows, aliases_of, layer_rows, layers_of, padding_rows
 from ntk_iterncgp.jacobian.rows import Contrasts, DenseRows, NetworkJacobian, Rows, contrasts_at
+from ntk_iterncgp.likelihoods.tokens import IGNORED
 from ntk_iterncgp.runtime.threads import FORWARD_MODE, exclusively, plain_attention
 
 JVP_COLUMNS, JVP_BYTES = 8, 2 * 2**20
@@ -51,7 +53,10 @@ _told: WeakSet[nn.Module] = WeakSet()  # which models are known not to be vector
 
 
 class Jacobian(NetworkJacobian):
-    """J of `model` at its current weights, for the parameters in `params`; in `dtype`, or in that of the model."""
+    """J of `model` at its current weights, for the parameters in `params`; in `dtype`, or in that of the model.
+
+    The outputs are as the model returns them; with `logits`, those of a classifier.
+    """
 
     def __init__(
         self,
@@ -59,8 +64,10 @@ class Jacobian(NetworkJacobian):
         params: Mapping[str, Tensor] | None = None,
         *,
         dtype: torch.dtype | None = None,
+        logits: Logits | None = None,
     ) -> None:
         self.model: nn.Module = model
+        self.logits = logits
         chosen = params if params is not None else {n: p for n, p in model.named_parameters() if p.requires_grad}
         if not chosen:
             raise ValueError("Expected at least one parameter that requires a gradient, but all are frozen.")
@@ -88,7 +95,12 @@ class Jacobian(NetworkJacobian):
             named, x = self._constants | named, _floats_to(x, self.dtype)
         with exclusively(self.model):
             positional, by_name = arguments(self.model, x)
-            return as_outputs(functional_call(self.model, named, positional, by_name, tie_weights=False))
+            outputs = functional_call(self.model, named, positional, by_name, tie_weights=False)
+            return as_outputs(outputs) if self.logits is None else self.logits.of(outputs, x)
+
+    @property
+    def num_tokens(self) -> int:  # type: ignore[override]
+        return 1 if self.logits is None else self.logits.num_tokens or 1
 
     # --- products on a batch --------------------------------------------------------------------------------------
 
@@ -384,16 +396,49 @@ def _names(model: nn.Module) -> list[str]:
     return _names(inner()) if not names and callable(inner) else names
 
 
-def as_outputs(outputs: object) -> Tensor:  # (b, C)
+def as_outputs(outputs: object, *, of_tokens: bool = False) -> Tensor:  # (b, C), or (b, T, C)
     """What a model returned as (b, C); Hugging Face models return an object with `logits`."""
     outputs = getattr(outputs, "logits", outputs)
-    if not isinstance(outputs, Tensor) or outputs.ndim not in (1, 2):
+    if not isinstance(outputs, Tensor) or outputs.ndim not in ((1, 2, 3) if of_tokens else (1, 2)):
         found = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+        shapes = "(b, C), (b,), or (b, T, C) for classes at T places," if of_tokens else "(b, C) or (b,),"
         raise ValueError(
-            f"The model must return a tensor of shape (b, C) or (b,), or an object with such `logits`; got {found}. "
+            f"The model must return a tensor of shape {shapes} or an object with such `logits`; got {found}. "
             "Try a module around it that returns those outputs alone."
         )
-    return outputs if outputs.ndim == 2 else outputs[:, None]
+    return outputs[:, None] if outputs.ndim == 1 else outputs
+
+
+SURE = 60.0  # a logit beside which others are nothing
+
+
+class Logits:
+    """The outputs of a classifier as logits (b, C), or (b, T·C) where it has T places, as a tagger of tokens.
+
+    A single logit f, of the second of two classes, becomes (0, f). Where the batch says that a place is to be ignored,
+    which only training data do, it has constant logits that are sure: no weight has a say there.
+    """
+
+    def __init__(self, targets: str | None = None) -> None:
+        self.targets = targets  # the item of a batch that says which places to ignore
+        self.num_tokens: int | None = None
+
+    def of(self, outputs: object, x: Inputs) -> Tensor:  # (b, T·C)
+        """The logits of what a model returned for a batch."""
+        logits = as_outputs(outputs, of_tokens=True)
+        logits = pad(logits, (1, 0)) if logits.shape[-1] == 1 else logits
+        num_tokens = logits.shape[1] if logits.ndim == 3 else 1
+        if num_tokens != (self.num_tokens or num_tokens):
+            raise ValueError(
+                f"The outputs must be at as many places for all data; got {num_tokens} after {self.num_tokens}. Try to "
+                "pad all inputs to one length (padding='max_length')."
+            )
+        self.num_tokens = num_tokens
+        targets = x.get(self.targets) if isinstance(x, Mapping) else None
+        if isinstance(targets, Tensor) and logits.ndim == 3 and targets.shape == logits.shape[:2]:
+            sure = SURE * (torch.arange(logits.shape[2], device=logits.device) == 0).to(logits)
+            logits = torch.where((targets == IGNORED)[..., None], sure, logits)
+        return logits.flatten(1)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

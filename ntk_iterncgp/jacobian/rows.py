@@ -147,6 +147,7 @@ class NetworkJacobian(ABC):
     dtype: torch.dtype
     device: torch.device
     model: nn.Module | None = None  # whose J it is; None: that of a last layer, on its inputs
+    num_tokens = 1  # places of a datum at which the outputs are those of one and the same classifier
 
     @abstractmethod
     def forward(self, x: Inputs) -> Tensor:  # (b, C)

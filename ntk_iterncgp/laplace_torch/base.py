@@ -96,22 +96,38 @@ class IterNCGPLaplace(Detecting, FittedNetwork):
             **kwargs: The same, by name.
 
         Returns:
-            Class probabilities (b, C), or the mean (b, C) and covariance (b, C, C) of a regression.
+            Class probabilities (b, C), of a classifier of T places (b, T, C); or the mean (b, C) and covariance
+            (b, C, C) of a regression.
         """
         pred_type = PredType.GP if pred_type == PredType.GLM else pred_type
         checked_contrasts(contrasts)
         if link_approx in QUADRATURE:
             if self.likelihood == Likelihood.CLASSIFICATION and pred_type == PredType.GP:
-                default = 512 if self.n_outputs <= HEAD + 1 else MANY_CLASSES_POINTS
+                default = 512 if self._num_classes <= HEAD + 1 else MANY_CLASSES_POINTS
                 number = default if n_samples is None else whole_number("n_samples", n_samples, at_least=1)
                 with full_precision(self._device):
-                    return self._by_quadrature(x, number, contrasts)
+                    return self._by_tokens(self._by_quadrature(x, number, contrasts), x)
             link_approx = LinkApprox.PROBIT  # regression has no link
         n_samples = 100 if n_samples is None else n_samples
         with full_precision(self._device):
-            if pred_type == PredType.GP:
-                x = self._with_moments(x, contrasts, joint=joint)
-            return super().__call__(x, pred_type, joint, link_approx, n_samples, *args, **kwargs)
+            known = self._with_moments(x, contrasts, joint=joint) if pred_type == PredType.GP else x
+            is_bridge = link_approx in (LinkApprox.BRIDGE, LinkApprox.BRIDGE_NORM) and isinstance(known, GivenMoments)
+            if is_bridge and not bool(known[1].diagonal(dim1=1, dim2=2).all()):
+                raise ValueError(
+                    f"`link_approx` must be one for logits of which none is fixed; got {str(link_approx)!r} for a "
+                    "network with a single logit. Try 'probit' or 'quadrature'."
+                )
+            found = super().__call__(known, pred_type, joint, link_approx, n_samples, *args, **kwargs)
+            return self._by_tokens(found, x)
+
+    @property
+    def _num_classes(self) -> int:
+        return self.n_outputs // self._num_tokens
+
+    def _by_tokens(self, values: Any, x: Inputs, dim: int = 0) -> Any:
+        """What was computed for each place of the inputs, by input: (b·T, …) -> (b, T, …)."""
+        is_of_tokens = self._num_tokens > 1 and isinstance(values, Tensor) and not isinstance(x, GivenMoments)
+        return values.unflatten(dim, (self._num_inputs(x), -1)) if is_of_tokens else values
 
     def _glm_forward_call(
         self,
@@ -127,7 +143,7 @@ class IterNCGPLaplace(Detecting, FittedNetwork):
         return super()._glm_forward_call(x, likelihood, joint, link_approx, n_samples, diagonal_output)
 
     def _by_quadrature(self, x: Inputs, num_points: int, contrasts: int | str) -> Tensor:  # (b, C)
-        softmax = Softmax(self.n_outputs)
+        softmax = Softmax(self._num_classes)
         if isinstance(x, GivenMoments):
             mean, covariance = x
         else:
@@ -138,7 +154,8 @@ class IterNCGPLaplace(Detecting, FittedNetwork):
                 found = [part.probabilities(shape, num_points) for part in parts]
                 return in_order(parts, found).to(self._dtype)
             # It depends on differences between the outputs alone: one backward pass less.
-            mean, covariance = self._whole_moments(x, softmax.contrasts(self._device))
+            needed = softmax.contrasts(self._device) if self._num_tokens == 1 else None
+            mean, covariance = self._whole_moments(x, needed)
         wide = torch.promote_types(mean.dtype, torch.float32)  # no eigenvalues in half precision
         response = expected_response(
             softmax, mean.to(wide), covariance.to(wide), link="quadrature", num_samples=num_points
@@ -157,8 +174,10 @@ class IterNCGPLaplace(Detecting, FittedNetwork):
         contrasts: int | str = "auto",
     ) -> Tensor:  # (n_samples, b, C)
         """Draw outputs, as laplace-torch does; `contrasts` as in a prediction."""
-        x = self._with_moments(x, contrasts, joint=joint)
-        return super().functional_samples(x, pred_type, n_samples, diagonal_output, generator, joint)
+        known = self._with_moments(x, contrasts, joint=joint)
+        found = super().functional_samples(known, pred_type, n_samples, diagonal_output, generator, joint)
+        samples: Tensor = self._by_tokens(found, x, 1)
+        return samples
 
     def predictive_samples(
         self,
@@ -173,8 +192,10 @@ class IterNCGPLaplace(Detecting, FittedNetwork):
         contrasts: int | str = "auto",
     ) -> Tensor:  # (n_samples, b, C)
         """Draw class probabilities, or outputs of a regression; `contrasts` as in a prediction."""
-        x = self._with_moments(x, contrasts, joint=joint)
-        return super().predictive_samples(x, pred_type, n_samples, diagonal_output, generator, fitting, joint)
+        known = self._with_moments(x, contrasts, joint=joint)
+        found = super().predictive_samples(known, pred_type, n_samples, diagonal_output, generator, fitting, joint)
+        samples: Tensor = self._by_tokens(found, x, 1)
+        return samples
 
     def _with_moments(self, x: Inputs, contrasts: int | str, *, joint: bool) -> Inputs:
         """For a classifier its latent moments in the place of inputs, for laplace-torch to go on from."""
@@ -198,7 +219,7 @@ class IterNCGPLaplace(Detecting, FittedNetwork):
                 where not all contrasts are computed.
 
         Returns:
-            The scores, which print as a table.
+            The scores, which print as a table; of a classifier of T places those of the first input's, and so on.
         """
         mean, covariance = self.predictive_moments(self._with_moments(x, contrasts, joint=False))
         if self.likelihood == Likelihood.CLASSIFICATION:
@@ -240,14 +261,16 @@ class IterNCGPLaplace(Detecting, FittedNetwork):
             contrasts: As in a prediction; a joint covariance always has all.
 
         Returns:
-            The mean (b, C) and the covariance (b, C, C) of the outputs.
+            The mean (b, C) and the covariance (b, C, C) of the outputs; of a classifier of T places (b, T, C) and
+            (b, T, C, C), and the joint ones of all b·T·C outputs.
         """
         self._check_fitted()
         self._check_nonempty_inputs(x)
         self._refresh_posterior()
         with full_precision(self._device):
             if not joint:
-                return self._moments(x, checked_contrasts(contrasts))
+                mean, covariance = self._moments(x, checked_contrasts(contrasts))
+                return self._by_tokens(mean, x), self._by_tokens(covariance, x)
             mean, covariance = self._glm_predictive_distribution(x, joint=True)
         return mean.reshape(-1, self.n_outputs), covariance
 
@@ -283,6 +306,10 @@ class IterNCGPLaplace(Detecting, FittedNetwork):
         with exclusively(self.model), evaluating(self.model), self._gradients():
             # By `map`, no name holds the rows of one part while those of the next are computed.
             mean, covariance = map(torch.cat, zip(*map(moments, self._rows_at(x, contrasts)), strict=True))
+        if self._num_tokens > 1:  # each place by itself
+            C = self._num_classes
+            blocks = covariance.unflatten(2, (-1, C)).unflatten(1, (-1, C)).diagonal(dim1=1, dim2=3)  # (b, C, C, T)
+            mean, covariance = mean.reshape(-1, C), blocks.movedim(3, 1).reshape(-1, C, C)
         return self._tempered(mean.to(self._dtype), covariance.to(self._dtype))
 
     def _takes_few(self, contrasts: int | str) -> bool:
@@ -292,7 +319,8 @@ class IterNCGPLaplace(Detecting, FittedNetwork):
         no shape was learnt.
         """
         C = self.n_outputs
-        if self.likelihood != Likelihood.CLASSIFICATION or C <= 2 or self.settings.mean == "refined":
+        is_whole = self.settings.mean == "refined" or self._num_tokens > 1
+        if self.likelihood != Likelihood.CLASSIFICATION or C <= 2 or is_whole:
             return False
         if isinstance(contrasts, int):
             return contrasts < C - 1

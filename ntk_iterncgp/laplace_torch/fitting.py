@@ -24,7 +24,7 @@ from ntk_iterncgp.fitting.drive import Budget
 from ntk_iterncgp.fitting.network import LinearisedNetwork, NetworkFit, NetworkSettings
 from ntk_iterncgp.fitting.newton_fit import fit_by_products, refine_by_products
 from ntk_iterncgp.fitting.report import FitReport
-from ntk_iterncgp.jacobian.autograd import SMALL_NETWORK, unwrapped
+from ntk_iterncgp.jacobian.autograd import SMALL_NETWORK, Logits, unwrapped
 from ntk_iterncgp.jacobian.rows import NetworkJacobian
 from ntk_iterncgp.laplace_torch.hyperparameters import check_hyperparameters, hyperparameters
 from ntk_iterncgp.laplace_torch.updating import (
@@ -38,6 +38,7 @@ from ntk_iterncgp.laplace_torch.updating import (
     without_interruption,
 )
 from ntk_iterncgp.likelihoods import Gaussian, Softmax
+from ntk_iterncgp.likelihoods.tokens import TokenSoftmax
 from ntk_iterncgp.persistence.checkpoint import Checkpoint, CheckpointSession, open_session
 from ntk_iterncgp.persistence.fingerprint import described, digest, fingerprint, flatten, same_fingerprint
 from ntk_iterncgp.posterior.contrasts import Reference, reference_size
@@ -144,6 +145,12 @@ class FittedNetwork(BaseFunctionalLaplace):
         self.data_seen = torch.zeros(0, dtype=torch.int64)  # fingerprints of the data sets in the posterior
         self._prior_of_fit: dict[str, Tensor]
         self._conditioned: tuple[tuple[Tensor, Tensor], ConditionedPosterior] | None = None
+
+    _num_tokens = 1  # of a classifier of so many places of each input, as a tagger of tokens
+
+    def _logits(self, targets: str | None = None) -> Logits | None:
+        """How to read the outputs of a classifier, in training those without a target as such."""
+        return Logits(targets) if self.likelihood == Likelihood.CLASSIFICATION else None
 
     # --- where J comes from ------------------------------------------------------------------------------------------
 
@@ -336,12 +343,13 @@ class FittedNetwork(BaseFunctionalLaplace):
                 f"sigma_noise² · temperature must be a positive number in {self._dtype}; got {noise_scale}. Try "
                 "targets of another scale, or float64."
             )
-        C, is_classifier = first_batch.outputs.shape[1], self.likelihood == Likelihood.CLASSIFICATION
+        C, T = first_batch.outputs.shape[1], jacobian.num_tokens
+        is_classifier = self.likelihood == Likelihood.CLASSIFICATION
         return LinearisedNetwork(
             jacobian,
             data,
             is_classifier,
-            Softmax(C) if is_classifier else Gaussian(1.0, C),
+            (TokenSoftmax(C // T, T) if T > 1 else Softmax(C)) if is_classifier else Gaussian(1.0, C),
             prior_precision=self.prior_precision.detach(),
             noise_scale=self._noise_scale.detach(),
             shift=flatten(self._parameters()) - self.prior_mean,
@@ -356,7 +364,7 @@ class FittedNetwork(BaseFunctionalLaplace):
         num_rows, C = first.outputs.shape
         is_small = jacobian.num_params <= SMALL_NETWORK
         number = min(num_rows, reference_size(network.data.num_data(num_rows), C, is_small=is_small))
-        if number == 0 or not network.classification:
+        if number == 0 or not network.classification or jacobian.num_tokens > 1:
             return found
         some = slice_rows(to_device(first.inputs, jacobian.device), slice(0, number), num_rows)
         with torch.no_grad():

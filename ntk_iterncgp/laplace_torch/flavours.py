@@ -36,6 +36,7 @@ class IterNCGPAllLaplace(CheckedHyperparameters, IterNCGPLaplace):
         probe = Probe(self.model, data, is_known=is_known)
         jacobian, outputs = self._in_dtype(probe.inputs, data.num_items)
         first_batch = probe.check(jacobian.forward, outputs)
+        self._num_tokens = jacobian.num_tokens
         self._jacobian = jacobian  # what a fit finds out about the model holds for predictions too
         return jacobian, data, first_batch
 
@@ -44,13 +45,13 @@ class IterNCGPAllLaplace(CheckedHyperparameters, IterNCGPLaplace):
 
         The outputs are None where the model was not asked for them.
         """
-        jacobian = Jacobian(self.model)
+        jacobian = Jacobian(self.model, logits=self._logits(self.dict_key_y))
         dtype = self.dtype or derivative_dtype(
             jacobian.num_params, jacobian.dtype, num_items, is_regression=self.likelihood == Likelihood.REGRESSION
         )
         if dtype == jacobian.dtype:
             return jacobian, None
-        other = Jacobian(self.model, dtype=dtype)
+        other = Jacobian(self.model, dtype=dtype, logits=self._logits(self.dict_key_y))
         try:
             with torch.no_grad():
                 outputs = other.forward(x)
@@ -76,6 +77,7 @@ class IterNCGPAllLaplace(CheckedHyperparameters, IterNCGPLaplace):
             self._jacobian = Jacobian(
                 self.model, dtype=dtype
             )  # cached: what it found out about the model cost two rows
+        self._jacobian.logits = self._logits()  # new inputs may have another length, and no labels count
         return self._jacobian, to_device(x, self._device)
 
     def _parameters(self) -> dict[str, Tensor]:
@@ -170,9 +172,9 @@ class IterNCGPLastLayerLaplace(CheckedHyperparameters, IterNCGPLaplace):
             with torch.no_grad():
                 self.extractor.find_last_layer(next(data.batches())[0])
             self._take_last_layer()
-        Probe(self.extractor, data, is_known=is_known).check(lambda x: as_outputs(self.extractor(x)))
+        Probe(self.extractor, data, is_known=is_known).check(lambda x: self._as_outputs(self.extractor(x)))
         own = self._layer.weight.dtype
-        jacobian = LastLayerJacobian(self._layer, dtype=self.dtype or (torch.float64 if self.n_params <= FEW else own))
+        jacobian = self._layer_jacobian(self.dtype or (torch.float64 if self.n_params <= FEW else own))
 
         def features_of(x: Inputs, y: Tensor) -> tuple[Tensor, Tensor]:
             outputs, features = self._with_features(x)
@@ -201,16 +203,30 @@ class IterNCGPLastLayerLaplace(CheckedHyperparameters, IterNCGPLaplace):
         return jacobian, FixedOrderData(cached, device=self._device), first_batch
 
     def _with_features(self, x: Inputs) -> tuple[Tensor, Tensor]:  # (b, C), (b, D)
-        outputs, features = self.extractor.forward_with_features(x)
-        outputs = as_outputs(outputs)
+        raw, features = self.extractor.forward_with_features(x)
+        outputs = as_outputs(raw)
         if features.ndim == 3 and len(features) == len(outputs):  # a head at each token, of which one is returned
             logits = nn.functional.linear(features, self._layer.weight, self._layer.bias)
             distance = (logits - outputs[:, None]).abs().amax(2)
             features = features[torch.arange(len(features), device=features.device), distance.argmin(1)]
-        return outputs, features.reshape(-1, self._layer.in_features)
+        return self._as_outputs(raw), features.reshape(-1, self._layer.in_features)
+
+    def _as_outputs(self, outputs: object) -> Tensor:  # (b, C)
+        if getattr(getattr(outputs, "logits", outputs), "ndim", 0) == 3:
+            raise ValueError(
+                "The last layer must give one output vector for each input; got outputs at several places. Try "
+                "subset_of_weights='all' with the other weights frozen (requires_grad_(False)), which is the same."
+            )
+        logits = self._logits()
+        return as_outputs(outputs) if logits is None else logits.of(outputs, None)
+
+    def _layer_jacobian(self, dtype: torch.dtype) -> NetworkJacobian:
+        if self._layer.out_features == 1 and self.likelihood == Likelihood.CLASSIFICATION:
+            return Jacobian(self._layer, dict(self._layer.named_parameters()), dtype=dtype, logits=self._logits())
+        return LastLayerJacobian(self._layer, dtype=dtype)
 
     def _jacobian_at(self, x: Inputs) -> tuple[NetworkJacobian, Inputs]:
-        jacobian = LastLayerJacobian(self._layer, dtype=self.posterior.images.dtype)
+        jacobian = self._layer_jacobian(self.posterior.images.dtype)
         return jacobian, self._with_features(to_device(x, self._device))[1]
 
     def _parameters(self) -> dict[str, Tensor]:

@@ -206,4 +206,9 @@ def _checked_targets(la: IterNCGPLaplace, y: Tensor) -> Tensor:
     if y.is_floating_point() and not bool(torch.isfinite(y).all()):
         raise ValueError("The targets of val_loader must be finite; got NaN or infinity. Remove those data.")
     is_classification = la.likelihood == Likelihood.CLASSIFICATION
+    if la._num_tokens > 1:
+        raise ValueError(
+            f"A validation set must have one label for each input; got a classifier of {la._num_tokens} places. "
+            "Try optimize_prior_precision(method='marglik'), which needs none."
+        )
     return (Softmax(la.n_outputs) if is_classification else Gaussian(1.0, la.n_outputs)).check_targets(y)

@@ -39,6 +39,7 @@ def to_state_dict(la: IterNCGPLaplace) -> dict[str, Any]:
         "loss": float(la.loss),
         "n_data": la.n_data,
         "n_outputs": la.n_outputs,
+        **({"num_tokens": la._num_tokens} if la._num_tokens > 1 else {}),
         "data_seen": la.data_seen,
     }
 
@@ -54,6 +55,7 @@ def from_state_dict(la: IterNCGPLaplace, state: Mapping[str, Any]) -> None:
     la.posterior, la._detector = posterior, detector
     la.mean, la._fingerprint = state["weights"].to(la._device), state["fingerprint"]
     la.loss, la.n_data, la.n_outputs = float(state["loss"]), int(state["n_data"]), int(state["n_outputs"])
+    la._num_tokens = int(state.get("num_tokens", 1))
     la._prior_of_fit = hyperparameters(la)
     la.data_seen = state.get("data_seen", la.data_seen[:0]).cpu()
     la._fitted, la._conditioned, la._report, la._fit = True, None, None, None
@@ -132,7 +134,7 @@ def _check_numbers(state: Mapping[str, Any], num_weights: int) -> None:
             raise _damaged(name, _short(state[name]))
     if _finite(state, "prior_mean").numel() not in (1, P):
         raise _damaged("prior_mean", _short(state["prior_mean"]))
-    optional = [name for name in ("output_temperature",) if name in state]  # not of earlier versions
+    optional = [name for name in ("output_temperature", "num_tokens") if name in state]  # not of earlier versions
     for name in ("temperature", "loss", "n_data", "n_outputs", *optional):
         if not math.isfinite(_part(state, name, float, int)) or (name != "loss" and state[name] <= 0):
             raise _damaged(name, _short(state[name]))

@@ -171,6 +171,23 @@ def test_a_last_layer_whose_places_are_mixed_is_refused_with_advice() -> None:
         la.fit(DataLoader(Sentences(), batch_size=4))
 
 
+def test_a_model_for_token_classification_is_fitted_as_it_is() -> None:
+    class Tags(Sentences):
+        def __getitem__(self, n: int) -> dict[str, Tensor | int]:
+            return {**super().__getitem__(n), "labels": torch.where(self.mask[n] == 1, self.ids[n] % NUM_CLASSES, -100)}
+
+    torch.manual_seed(0)
+    config = transformers.BertConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **SMALL)
+    model = transformers.BertForTokenClassification(config).eval()
+    la = Laplace(model, "classification", "all", "iterncgp", num_actions=20)
+    la.fit(DataLoader(Tags(), batch_size=4))
+    batch = next(iter(DataLoader(Tags(), batch_size=4)))
+    named = {k: batch[k] for k in ("input_ids", "attention_mask")}
+    with torch.no_grad():
+        torch.testing.assert_close(la.latent(named)[0], model(**named).logits)
+    assert la(named).shape == (4, LENGTH, NUM_CLASSES)
+
+
 def test_a_mapping_that_a_model_takes_whole_stays_whole() -> None:
     class Whole(nn.Module):
         def __init__(self) -> None:
