@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test fuzz soak lint bench clean
+.PHONY: help demo check test docs fuzz soak lint bench release clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -32,11 +32,19 @@ lint: $(STAMP)  ## ruff check, ruff format --check, mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(STAMP)  ## the documentation as a site, in site/; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 bench: $(STAMP)  ## run the benchmarks
 	$(BIN)/ntk-iterncgp bench
 
+release: lint docs  ## build the wheel and the source archive into dist/, and check that they install and work
+	rm -rf dist build
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/python -m pytest -q tests/test_wheel.py tests/test_repository.py
+
 clean:  ## remove .venv, builds and caches
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp goes first and comes back last, so an installation that failed is tried again.

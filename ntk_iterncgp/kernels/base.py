@@ -190,7 +190,7 @@ class _Combination(Kernel):
 
 @final
 class Sum(_Combination):
-    """k(x, z) = sum_i kernels[i](x, z)."""
+    """k(x, z) = Σ kᵢ(x, z) of the `kernels` kᵢ."""
 
     def _evaluate(self, X1: Tensor, X2: Tensor) -> Tensor:
         return functools.reduce(operator.add, (kernel._evaluate(X1, X2) for kernel in self.kernels))
@@ -207,7 +207,7 @@ class Sum(_Combination):
 
 @final
 class Product(_Combination):
-    """k(x, z) = prod_i kernels[i](x, z)."""
+    """k(x, z) = Π kᵢ(x, z) of the `kernels` kᵢ."""
 
     def _evaluate(self, X1: Tensor, X2: Tensor) -> Tensor:
         return functools.reduce(operator.mul, (kernel._evaluate(X1, X2) for kernel in self.kernels))
