@@ -46,7 +46,7 @@ from ntk_iterncgp.runtime.memory import available_bytes, mebibytes, require_memo
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Numbers of data, actions, groups, and what is looked at."""
+    """Numbers of data, actions, groups, and of what is visited."""
 
     x: Inputs  # of the first batch
     rows: int  # in it
@@ -55,7 +55,7 @@ class Plan:
     in_groups: bool
     cotangents: int
     actions: int
-    groups: int  # as many as actions, or more of which combinations are kept
+    groups: int  # as many as actions, or more of which combinations are retained
     items: int  # data and directions that the pass in groups goes through
     at_once: int  # inputs whose rows of J are held together
     trace: TracePlan  # for the meter
@@ -75,7 +75,7 @@ class Plan:
         if in_groups:
             cotangents = cotangents_each(network.likelihood, settings.cotangents)
             actions *= settings.cotangents or 1
-            items = _looks(network, settings, outputs, num_data, cotangents) * num_data // rows
+            items = _visits(network, settings, outputs, num_data, cotangents) * num_data // rows
             groups = groups_for(actions, items, image_bytes(jacobian, 1), cotangents) * cotangents
             actions = min(actions, items * cotangents)
         if prepared:
@@ -109,16 +109,16 @@ class Plan:
         return 1 / 3 + PRODUCT_EPOCHS * self.actions
 
 
-def _looks(
+def _visits(
     network: LinearisedNetwork, settings: NetworkSettings, outputs: Tensor, num_data: int, cotangents: int
 ) -> int:
-    """How often data of the first batch are looked at, if it is a sample of all."""
+    """How often data of the first batch are visited, if it is a sample of all."""
     likelihood = network.likelihood.for_prior_variance(ANY_VARIANCE)
     has_a_choice = has_choice(likelihood, cotangents, settings.num_actions, num_data)
     if not has_a_choice or not bool(torch.isfinite(outputs).all()):
         return len(outputs)
-    share = settings.num_actions * len(outputs) // num_data
-    return len(first_directions(likelihood, outputs.double(), cotangents, share, torch.Generator())[0])
+    number = settings.num_actions * len(outputs) // num_data
+    return len(first_directions(likelihood, outputs.double(), cotangents, number, torch.Generator())[0])
 
 
 def image_bytes(jacobian: NetworkJacobian, actions: int) -> int:
@@ -186,9 +186,9 @@ def _check_seconds(plan: Plan, jacobian: NetworkJacobian, backward: Callable[[in
     Count rows of some outputs, twice: their products with weights, and the variance; and the groups that are computed
     anew.
     """
-    share = row_epochs(plan.checked_outputs) / row_epochs(plan.num_outputs)
-    at_rows = plan.checked_data * (rows.derivatives * share + rows.covariance * share**2)
-    products = plan.checked_data * rows.each_action * share * plan.actions
+    fraction = row_epochs(plan.checked_outputs) / row_epochs(plan.num_outputs)
+    at_rows = plan.checked_data * (rows.derivatives * fraction + rows.covariance * fraction**2)
+    products = plan.checked_data * rows.each_action * fraction * plan.actions
     smallest = max(max_group_data(jacobian, plan.num_data), plan.items // plan.groups) if plan.in_groups else 0
     return 2 * at_rows + products + (backward(padded_size(smallest, plan.rows)) if smallest else 0.0)
 
@@ -212,8 +212,8 @@ def _sweep_seconds(plan: Plan, network: LinearisedNetwork, epoch: float, backwar
 def _matrix_seconds(plan: Plan, jacobian: NetworkJacobian) -> float:
     """Return the seconds of the small matrices.
 
-    Count AᵀA of the groups, that of half of them on the way, and the combinations that are kept; and what goes through
-    all images number by number.
+    Count AᵀA of the groups, that of half of them on the way, and the combinations that are retained; and what goes
+    through all images number by number.
     """
     squares = 5 / 8 * plan.groups**2 + plan.groups * plan.actions * (plan.groups > plan.actions)
     part = torch.zeros(min(jacobian.num_params, SLICE_ROWS), dtype=jacobian.dtype, device=jacobian.device)
@@ -242,7 +242,7 @@ def row_seconds(plan: Plan, jacobian: NetworkJacobian) -> RowSeconds:
     r = min(C, TIMED_OUTPUTS) if isinstance(jacobian, Jacobian) else C
     contrasts = None if r == C else torch.eye(C, r, dtype=torch.float64, device=jacobian.device)
     columns = min(plan.actions, TIMED_COLUMNS)
-    drawn = torch.Generator(jacobian.device)  # of its own: the user's random numbers are not ours
+    drawn = torch.Generator(jacobian.device)  # of its own: the user's random numbers stay as they are
     shape = (jacobian.num_params, columns)
     images = torch.randn(shape, generator=drawn, dtype=jacobian.dtype, device=jacobian.device)
     unit = torch.ones((), device=jacobian.device).expand(jacobian.num_params)
@@ -320,7 +320,7 @@ WORKSPACE_BYTES = 64 * 2**20 + 8 * SLICE_BYTES  # what PyTorch takes beside the 
 class Cost:
     """What a fit is expected to cost.
 
-    Seconds are those of this machine as it is now, epochs those of data that are all as decided as the first batch; a
+    Seconds are those of this machine as it is now, epochs those of data that are all as saturated as the first batch; a
     budget (`max_epochs`) is not taken into account.
     """
 
@@ -350,7 +350,7 @@ class Cost:
 
 
 def estimate_cost(network: LinearisedNetwork, settings: NetworkSettings, *, timed: bool) -> Cost:
-    """Counted from sizes; the first batch is timed if asked, and looked at in any case."""
+    """Counted from sizes; the first batch is evaluated in any case, and timed if asked."""
     jacobian, plan = network.jacobian, Plan.of(network, settings, prepared=timed)
     fixed, of_actions = _fixed_bytes(plan, jacobian), _action_bytes(plan, jacobian)
     rows = row_seconds(plan, jacobian) if timed else None
@@ -436,13 +436,13 @@ def activation_bytes(jacobian: NetworkJacobian, x: Inputs) -> int:
     leaves = {name: value.detach().requires_grad_() for name, value in jacobian.params.items()}
     inputs = x.values() if hasattr(x, "values") and not isinstance(x, Tensor) else [x]
     known = {t.untyped_storage().data_ptr() for t in (*leaves.values(), *inputs) if isinstance(t, Tensor)}
-    kept: dict[int, Tensor] = {}  # alive until all are counted: no address is used twice
+    saved: dict[int, Tensor] = {}  # alive until all are counted: no address is used twice
 
     def pack(tensor: Tensor) -> None:
         """The graph gets nothing: a layer that saves its own output would hold itself alive for ever."""
         address = tensor.untyped_storage().data_ptr()
         if address not in known:
-            kept[address] = tensor.detach()
+            saved[address] = tensor.detach()
 
     def unpack(nothing: Any) -> Any:
         raise AssertionError("there is no backward pass where only memory is counted")
@@ -450,4 +450,4 @@ def activation_bytes(jacobian: NetworkJacobian, x: Inputs) -> int:
     with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
         outputs = jacobian.forward(x, leaves)
     del outputs
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())

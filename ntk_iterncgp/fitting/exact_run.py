@@ -26,7 +26,7 @@ SETTLED_DECREMENT = 1e-4  # of the mode, in posterior standard deviations
 
 
 class ExactRun(Run[ExactState]):
-    """States are frozen; each is a Newton point, from which a run can go on."""
+    """States are frozen; each is a Newton point, from which a run can be resumed."""
 
     def __init__(self, start: ExactState, digests: Tensor | None = None) -> None:
         self.start, self.digests = start, digests
@@ -61,8 +61,8 @@ class ExactRun(Run[ExactState]):
         return state
 
     def advice_when_interrupted(self, state: ExactState) -> str:
-        """What the user is told."""
-        return "The fit was interrupted before its mode was found; refine() goes on from here."
+        """What the warning says."""
+        return "The fit was interrupted before its mode was found; refine() resumes it."
 
     def to_dict(self, trajectory: Trajectory[ExactState]) -> dict[str, Any]:
         """Newton's point and the history; K follows from the data."""
@@ -115,7 +115,7 @@ def exact_report(trajectory: Trajectory[ExactState]) -> FitReport:
     is_exact = status is Status.EXACT
     return FitReport(
         status=status.value,
-        advice=status.advice if is_exact else "The mode has not been found yet. refine() goes on from here.",
+        advice=status.advice if is_exact else "The mode has not been found yet. refine() resumes the search.",
         num_products=state.num_products,
         num_newton_steps=state.newton_step,
         rank=state.problem.curvature_rank,

@@ -100,10 +100,10 @@ class SelfCheckError(RuntimeError):
     """A posterior that contradicts itself; it was not handed out."""
 
 
-def refusal(told: Iterable[str]) -> str:
+def refusal(problems: Iterable[str]) -> str:
     """What to say of a posterior that is not handed out."""
     return (
-        f"The self-check expected {'; and '.join(told)}. This posterior is not to be trusted, and was not kept. See "
-        "that data, kernel and model stay as they are while a fit runs and that products have their full precision, "
-        "then fit again."
+        f"The self-check expected {'; and '.join(problems)}. This posterior is not to be trusted, and was not kept. "
+        "See that data, kernel and model stay as they are while a fit runs and that products have their full "
+        "precision, then fit again."
     )

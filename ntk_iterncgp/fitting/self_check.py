@@ -15,7 +15,7 @@ or more) and for random combinations z of the actions, what is stored is compare
 
 Any column that is off changes T z for almost every z, so a few combinations stand for all columns at O(nB) operations.
 A check that fails is mended by computing the images and the small matrices again, with a warning, and made again; what
-still fails is raised as a `SelfCheckError`. What cannot be mended is the point itself: nobody else knows it.
+still fails is raised as a `SelfCheckError`. What cannot be mended is the point itself, which nothing else determines.
 
 Tolerances are rounding errors times a margin. A sum of n products held in a dtype errs by eps·Σ|k_i||s_i|, and with
 unit actions that is at most eps·√(k_ii tr K); a combination with coefficients w by that times Σ|w|. The margin covers
@@ -50,8 +50,8 @@ def checked(state: State, history: Sequence[Record], *, ascends: bool) -> State:
     """The state, mended where that is possible. `ascends` says whether every step had to raise Ψ."""
     found = problems(state)
     if parallel.any_of(bool(found.keys() - UNMENDABLE)):  # several processes mend together
-        told = "; and ".join(found.values()) or ELSEWHERE
-        warnings.warn(f"The self-check expected {told}. It is computed again.", stacklevel=4)
+        named = "; and ".join(found.values()) or ELSEWHERE
+        warnings.warn(f"The self-check expected {named}. It is computed again.", stacklevel=4)
         state = recomputed(state, with_images=parallel.any_of(bool(found.keys() & {"images", "gram"})))
         found = problems(state)
     found |= falls(history) if ascends else {}
@@ -64,13 +64,13 @@ def problems(state: State) -> dict[str, str]:
     """What is wrong with a state, by the name of the check: the end of a message that begins with 'Expected'."""
     if state.buffer.size == 0:
         return _point(state, torch.ones((), dtype=torch.float64, device=state.iterate.offset.device))
-    for name, tensors, told in (
+    for name, tensors, problem in (
         ("point", _vectors(state.iterate), "a finite point, but it holds NaN or infinity"),
         ("gram", (state.gram, state.noise_gram), "finite small matrices, but they hold NaN or infinity"),
     ):
         is_finite = _finite(*tensors)
-        if parallel.any_of(not is_finite):  # all processes go on to the products, or none
-            return {} if is_finite else {name: told}
+        if parallel.any_of(not is_finite):  # all processes continue with the products, or none
+            return {} if is_finite else {name: problem}
     generator = torch.Generator().manual_seed(state.num_products + state.newton_step)
     prior = state.problem.prior
     asked = [(rows, prior.at(x, state.buffer)) for rows, x in prior.pick(_some_data(prior, generator))]

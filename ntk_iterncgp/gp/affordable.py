@@ -2,7 +2,7 @@
 
 Exact: K written out, and in each of some eight Newton steps (one for a Gaussian likelihood) a Cholesky factor for each
 output, with softmax their inverses and one more factor. Iterative: `max_products` products with K, each of which
-computes all entries of K again, and the algebra of B actions. What an entry of K costs is told in flops of a
+computes all entries of K again, and the algebra of B actions. What an entry of K costs is counted in flops of a
 factorization: `ENTRY_FLOPS`, the ratio of two measured rates. It only has to be right to a factor of two or so, since
 near the switch both cost about the same.
 """

@@ -22,7 +22,7 @@ MARGIN = 0.08  # of the range of the data, on either side
 LINE, DATA = "#1f4e79", "#222222"
 CLASSES = ("#3b75af", "#e1812c", "#3a923a", "#c03d3e", "#9372b2", "#845b53", "#d684bd", "#7f7f7f", "#a9aa35", "#2eabb8")
 MAX_COUNT = 3000  # up to which the probabilities of all counts are added up for a band
-MAX_POINTS = 3000  # of the data, that can be told apart
+MAX_POINTS = 3000  # of the data, that can be distinguished
 
 
 def plot_1d(
@@ -146,8 +146,8 @@ def _axes(ax: Any) -> Any:
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
-        told = "Plots need the package matplotlib, which is not installed: pip install matplotlib."
-        raise ImportError(told) from error
+        message = "Plots need the package matplotlib, which is not installed: pip install matplotlib."
+        raise ImportError(message) from error
     return plt.subplots(figsize=(5.6, 3.4), layout="constrained")[1]
 
 
@@ -216,8 +216,8 @@ def _curve_and_bands(gp: Any, ax: Any, at: Tensor, level: float, observation_ban
     spread = standard_normal_quantile(level) * variance.sqrt()
     low, high = (gp.likelihood.response(mean + sign * spread)[:, 0] for sign in (-1, 1))
     name = _response_name(gp.likelihood)
-    told = f"{percent} of the {name}"
-    ax.fill_between(horizontal, low, high, color=LINE, alpha=0.28, linewidth=0, label=told, zorder=2)
+    label = f"{percent} of the {name}"
+    ax.fill_between(horizontal, low, high, color=LINE, alpha=0.28, linewidth=0, label=label, zorder=2)
     centre = expected_response(gp.likelihood, mean, covariance, link="quadrature")[:, 0]
     ax.plot(horizontal, centre, color=LINE, linewidth=1.6, label=f"mean {name}", zorder=3)
 

@@ -3,7 +3,7 @@
     {"kernels": …, "likelihood": …, "mean": …, "settings": …, "inputs": X, "targets": y, "run": …}
 
 `run` is what a checkpoint holds of the run at its end, so that a GP predicts the same bits after it was loaded, and its
-`refine` goes on with them. A file is one `.safetensors` with the rest as JSON in its header: nothing in it is called.
+`refine` resumes with them. A file is one `.safetensors` with the rest as JSON in its header: nothing in it is called.
 What was loaded is compared with its kernel and its data before anybody may use it.
 """
 

@@ -47,7 +47,7 @@ class Kernel(ABC):
 
     @property
     def least_dimension(self) -> int:
-        """The number of coordinates that inputs must have at least, where it looks at some of them."""
+        """The number of coordinates that inputs must have at least, where it depends on some of them alone."""
         return 0
 
     def settings(self) -> dict[str, Any]:

@@ -26,13 +26,13 @@ METHODS = ("auto", "plain", "fused", "gemm", "sparse", "keops")
 WORTH_COMPILING = 10**8  # pairs: fewer are done on the plain path before a compiler has started
 MAX_KEOPS_COORDINATES = 64
 MAX_SPARSE_COORDINATES = 8  # beyond, boxes are never far apart
-WORTH_SKIPPING = 1 / 3  # the share of pairs left below which sorting pays
+WORTH_SKIPPING = 1 / 3  # the fraction of pairs left below which sorting pays
 DEFAULT_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """A method, and a sentence that says why."""
+    """A method, and the reason for it."""
 
     method: str
     reason: str
@@ -72,7 +72,7 @@ def _choose(kernel: Kernel, X1: Tensor, X2: Tensor, tolerance: float | None) -> 
         return Choice("plain", "there is nothing to multiply")
     formula = Formula.of(kernel)
     if not formula.geometries:
-        return Choice("plain", f"{kernel!r} looks at no distance")
+        return Choice("plain", f"{kernel!r} depends on no distance")
     d = max(points[0].shape[1] for points in formula.points(X1[:1], X2[:1]))  # those that are active
     sparse = _sparse(kernel, X1, X2, tolerance)
     if sparse is not None:
@@ -102,10 +102,10 @@ def _sparse(kernel: Kernel, X1: Tensor, X2: Tensor, tolerance: float | None) -> 
     if not (allowed and is_large and kernel.is_decreasing and X1.shape[1] <= MAX_SPARSE_COORDINATES):
         return None
     pattern = Pattern.of(Formula.of(kernel), X1, X2, allowed)
-    if pattern.share > WORTH_SKIPPING:
+    if pattern.fraction > WORTH_SKIPPING:
         return None
-    kept = f"{100 * pattern.share:.0f} % of the pairs have a kernel above {allowed:g} of its largest value"
-    return Choice("sparse", kept, pattern)
+    reason = f"{100 * pattern.fraction:.0f} % of the pairs have a kernel above {allowed:g} of its largest value"
+    return Choice("sparse", reason, pattern)
 
 
 def _not_of_distance(kernel: Kernel) -> Kernel:

@@ -71,8 +71,8 @@ def _by_expansion(X1: Tensor, X2: Tensor) -> Tensor:
     if total.numel() == 0:
         return total.to(X1.dtype)
     # The expansion errs by about 1e-16 of the norms: pairs much closer than the norms are done again.
-    share = 1e-2 if X1.dtype == torch.float64 else 1e-6
-    close = (total <= share * (norms1.amax() + norms2.amax())).nonzero()  # (pairs, 2)
+    fraction = 1e-2 if X1.dtype == torch.float64 else 1e-6
+    close = (total <= fraction * (norms1.amax() + norms2.amax())).nonzero()  # (pairs, 2)
     if len(close) > total.numel() // 16 + sum(total.shape):  # points in tight groups far apart: too many to pick out
         return _by_coordinate(X1, X2)
     for pairs in close.split(1 + GATHERED_ENTRIES // X1.shape[1]):

@@ -2,7 +2,7 @@
 
 The formula becomes a graph (torch.fx), the graph a loop (torch.compile). The compiled function knows the structure of
 the kernel, the number of coordinates and the dtype; points, hyperparameters and the size of a tile are its arguments.
-So each formula is compiled once: seconds to tens of seconds, kept by PyTorch in a folder of its own for the next time.
+So each formula is compiled once: seconds to tens of seconds, cached by PyTorch in a folder of its own.
 
 Coordinates lie contiguously, (d, points): a loop over pairs then reads without gaps, which is four times as fast.
 Beyond a few coordinates distances come from a matrix product (`gemm`), and the profile alone is compiled.
@@ -131,7 +131,7 @@ def _graph(formula: Formula, coordinates: tuple[int, ...]) -> fx.GraphModule:
 
 @functools.cache
 def missing_compiler() -> str | None:
-    """What torch.compile lacks on this machine to make loops for the CPU, as the end of a sentence; None if nothing."""
+    """What torch.compile lacks on this machine to make loops for the CPU, as the end of a message; None if nothing."""
     compiler = os.environ.get("CXX") or "g++"
     if not any(shutil.which(name) for name in (compiler, "g++", "clang++")):
         return f"a C++ compiler ({compiler} is not on the path; on Debian or Ubuntu: apt install g++)"
@@ -146,7 +146,7 @@ def warn_once(message: str) -> None:
 
 @contextmanager
 def without_messages() -> Iterator[None]:
-    """PyTorch remarks on missing GPUs while it compiles for the CPU; warnings and errors of ours are not touched."""
+    """PyTorch remarks on missing GPUs while it compiles for the CPU; other warnings and errors are not touched."""
     loggers = [logging.getLogger(name) for name in ("torch.utils.cpp_extension", "torch._inductor")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

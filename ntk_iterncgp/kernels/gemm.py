@@ -23,7 +23,7 @@ from .tiles import Engine, Index
 
 ROUNDINGS = 4.0  # e is about this many units of the last place of |x|² + |z|²
 TOLERANCE = {torch.float32: 3e-6, torch.float64: 2e-13}  # of the kernel's value at distance 0
-FEW_PAIRS = 1 / 128  # the share of a tile beyond which doing it again in float64 is cheaper than pair by pair
+FEW_PAIRS = 1 / 128  # the fraction of a tile beyond which doing it again in float64 is cheaper than pair by pair
 
 
 class Norms(NamedTuple):
@@ -91,7 +91,7 @@ class GemmEngine(Engine):
 
 
 def reach(formula: Formula, place: int, error: float, tolerance: float) -> float:
-    """The largest r² at which an error in it still changes the kernel by more than the tolerance, a share of k(x, x).
+    """The largest r² at which an error in it changes the kernel by more than the tolerance, a fraction of k(x, x).
 
     At least the error itself, so that no r² stays negative.
     """

@@ -94,7 +94,7 @@ class Circles(Geometry):
 
 
 def active(active_dims: tuple[int, ...] | None, X: Tensor) -> Tensor:
-    """The coordinates that a kernel looks at; X itself where it looks at all."""
+    """The coordinates that a kernel depends on; X itself where these are all."""
     return X if active_dims is None else X[:, list(active_dims)]
 
 

@@ -68,7 +68,7 @@ def _product(formula: Formula, X1: Tensor, X2: Tensor, V: Tensor, ranges: Any) -
             except ImportError as error:
                 raise RuntimeError(
                     f"KeOps is expected to load the formulas it has compiled, but could not ({error}). A build may "
-                    "have been cut short: call pykeops.clean_pykeops(), or use another method."
+                    "have been interrupted: call pykeops.clean_pykeops(), or use another method."
                 ) from error
             parts.append(product[:, : block.shape[1]])
     return torch.cat(parts, 1)

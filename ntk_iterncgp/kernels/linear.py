@@ -23,7 +23,7 @@ class Linear(Kernel):
 
     Args:
         variance: Of the weights: a positive number, or one per input dimension.
-        active_dims: The coordinates to look at; None: all.
+        active_dims: The coordinates that it depends on; None: all.
     """
 
     def __init__(self, variance: Positive = 1.0, *, active_dims: ActiveDims = None) -> None:

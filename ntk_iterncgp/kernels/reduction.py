@@ -45,8 +45,8 @@ class KernelMatrix:
 
     X2           None: X1, and then the matrix is symmetric and half of it is computed
     method       "auto", "plain", "fused", "gemm", "sparse" or "keops"
-    tolerance    what the sparse method may leave out, as a share of the kernel's largest value. None: 1e-6 where it was
-                 asked for or where the data are float32; 0: nothing but exact zeros
+    tolerance    what the sparse method may leave out, as a fraction of the kernel's largest value. None: 1e-6 where it
+                 was asked for or where the data are float32; 0: nothing but exact zeros
     chunk_bytes  memory for one tile of k(X1, X2) and the temporaries of its formula together. The tile is at least one
                  entry. Under autograd tiles are recomputed in the backward pass, which takes up to twice as much
     part         Part(r, K): the r-th of K matrices whose sum is this one and which take as long as each other. A share
@@ -118,7 +118,7 @@ class KernelMatrix:
         return pattern.product(self.engine, V, **settings)
 
     def _keops_product(self, V: Tensor) -> Tensor:
-        """KeOps has no tiles to share: a part is some of the rows, and zeros."""
+        """KeOps has no tiles to divide: a part is some of the rows, and zeros."""
         number, of = self.part
         rows = slice(number * self.shape[0] // of, (number + 1) * self.shape[0] // of)
         product = keops.keops_product(Formula.of(self.kernel), self._x1[rows], self._x2, V)
@@ -126,7 +126,7 @@ class KernelMatrix:
 
     @cached_property
     def rounding_of_points(self) -> float:
-        """How far an entry may be off, as a share of k(x, x), since points are centred, scaled and rounded.
+        """How far an entry may be off, as a fraction of k(x, x), since points are centred, scaled and rounded.
 
         No kernel of the distance is steeper than 1. Beyond other rounding only where the data spread over many
         lengthscales.

@@ -94,8 +94,8 @@ class Pattern:
         return cls(rows, columns, keep, left_out)
 
     @property
-    def share(self) -> float:
-        """The share of all pairs of points that is left."""
+    def fraction(self) -> float:
+        """The fraction of all pairs of points that is left."""
         pairs = self.rows.sizes @ self.keep.double() @ self.columns.sizes
         return float(pairs) / max(1, self.rows.bounds[-1] * self.columns.bounds[-1])
 
@@ -110,8 +110,8 @@ class Pattern:
         every = torch.arange(self.columns.bounds[-1], device=V.device)
         ranges = [every[s] for s in self.columns.slices]
         partners, num_own = [], []
-        for i, kept in enumerate(self.keep.cpu()):
-            others = kept.nonzero()[:, 0].tolist()
+        for i, row in enumerate(self.keep.cpu()):
+            others = row.nonzero()[:, 0].tolist()
             if symmetric:  # the leaf itself first, then those after it
                 others = [i] + [j for j in others if j > i]
             partners.append(torch.cat([ranges[j] for j in others]) if others else every[:0])

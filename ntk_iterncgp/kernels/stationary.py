@@ -25,7 +25,7 @@ class Stationary(Kernel):
     Args:
         lengthscale: a positive number, or one per input dimension (automatic relevance determination).
         outputscale: the variance k(x, x), a positive number.
-        active_dims: the coordinates to look at, counted from 0; None: all.
+        active_dims: the coordinates that it depends on, counted from 0; None: all.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class Stationary(Kernel):
         return cast_like(self.outputscale, X) * X.new_ones(len(X))
 
     def __repr__(self) -> str:
-        told = [f"{name}={written(value)}" for name, value in self.hyperparameters().items()]
-        told += [] if self.active_dims is None else [f"active_dims={list(self.active_dims)}"]
-        return f"{type(self).__name__}({', '.join(told)})"
+        shown = [f"{name}={written(value)}" for name, value in self.hyperparameters().items()]
+        shown += [] if self.active_dims is None else [f"active_dims={list(self.active_dims)}"]
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 @final
@@ -142,7 +142,7 @@ class RationalQuadratic(Stationary):
         lengthscale: a positive number, or one per input dimension.
         outputscale: the variance k(x, x), a positive number.
         alpha: how alike the lengthscales are, a positive number; as it grows the kernel becomes RBF.
-        active_dims: the coordinates to look at; None: all.
+        active_dims: the coordinates that it depends on; None: all.
     """
 
     is_decreasing = True
@@ -181,7 +181,7 @@ class Periodic(Stationary):
         lengthscale: a positive number, or one per input dimension.
         outputscale: the variance k(x, x), a positive number.
         period: a positive number, or one per input dimension.
-        active_dims: the coordinates to look at; None: all.
+        active_dims: the coordinates that it depends on; None: all.
     """
 
     def __init__(

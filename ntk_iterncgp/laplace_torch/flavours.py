@@ -133,7 +133,7 @@ class IterNCGPLastLayerLaplace(CheckedHyperparameters, IterNCGPLaplace):
         with exclusively(self.model):
             copied = deepcopy(self.model)
         for module in copied.modules():
-            if isinstance(module, nn.Linear):  # the extractor looks at what is given by position
+            if isinstance(module, nn.Linear):  # the extractor takes what is given by position
                 module.register_forward_pre_hook(_by_position, with_kwargs=True)
         copied.register_forward_pre_hook(_as_it_asks, with_kwargs=True)
         copied.register_forward_hook(_logits)

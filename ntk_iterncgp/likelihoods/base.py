@@ -29,7 +29,7 @@ from ntk_iterncgp.likelihoods.quadrature import gaussian_points
 CURVATURE_FLOOR = 1e-10
 """Probabilities and rates are held at or above this, in W and W⁺ alike, for a prior variance of at most one.
 
-A decided point (π ~ 1e-30) carries no information, but its noise 1/π would drown all other entries of the small
+A saturated point (π ~ 1e-30) carries no information, but its noise 1/π would drown all other entries of the small
 matrices in rounding. At the floor it still carries none that can be seen. What counts is W K, so the floor is lowered
 in proportion to a larger prior variance (`for_prior_variance`).
 """
@@ -161,7 +161,7 @@ class Likelihood(ABC):
         return torch.eye(self.num_outputs, dtype=torch.float64, device=device)
 
     def cotangent(self, latent: Tensor, index: int) -> Tensor:  # (N, C) -> (N, C)
-        """The direction in which each datum is looked at in the `index`-th pass over the data, index < curvature_rank.
+        """The direction of each datum in the `index`-th pass over the data, index < curvature_rank.
 
         Together they span the range of W, uᵀWu' = 0 between any two; the first says the most.
         """
@@ -188,6 +188,23 @@ class Likelihood(ABC):
         """W_n of each datum, written out: for likelihoods of few outputs."""
         eye = torch.eye(self.num_outputs, dtype=latent.dtype, device=latent.device)
         return self.curvature(latent, eye.expand(len(latent), -1, -1))
+
+
+class OneLatent(Likelihood):
+    """A likelihood of one latent function, so that W is one positive number for each datum."""
+
+    @abstractmethod
+    def weight(self, latent: Tensor) -> Tensor:  # (N, 1) -> (N, 1)
+        """W_n, held at the floor."""
+
+    def curvature(self, latent: Tensor, block: Tensor) -> Tensor:
+        return self.weight(latent)[..., None] * block
+
+    def noise(self, latent: Tensor, block: Tensor) -> Tensor:
+        return self.noise_diagonal(latent)[..., None] * block
+
+    def noise_diagonal(self, latent: Tensor) -> Tensor:
+        return 1 / self.weight(latent)
 
 
 @dataclass(frozen=True, eq=False)

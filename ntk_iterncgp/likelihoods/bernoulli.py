@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from ntk_iterncgp.likelihoods.base import Likelihood, one_dimensional, require
+from ntk_iterncgp.likelihoods.base import OneLatent, one_dimensional, require
 
 
-class Bernoulli(Likelihood):
+class Bernoulli(OneLatent):
     """One latent function, the logit of class 1."""
 
     def __repr__(self) -> str:
@@ -32,16 +32,7 @@ class Bernoulli(Likelihood):
 
     def score(self, latent: Tensor, targets: Tensor) -> Tensor:
         sign = (2 * targets - 1)[:, None]
-        return sign * torch.sigmoid(-sign * latent)  # y − σ(f), without the cancellation at decided points
-
-    def curvature(self, latent: Tensor, block: Tensor) -> Tensor:
-        return self._weight(latent)[..., None] * block
-
-    def noise(self, latent: Tensor, block: Tensor) -> Tensor:
-        return self.noise_diagonal(latent)[..., None] * block
-
-    def noise_diagonal(self, latent: Tensor) -> Tensor:
-        return 1 / self._weight(latent)
+        return sign * torch.sigmoid(-sign * latent)  # y − σ(f), without the cancellation at saturated points
 
     def response(self, latent: Tensor) -> Tensor:
         return torch.sigmoid(latent)
@@ -49,5 +40,5 @@ class Bernoulli(Likelihood):
     def expected_response(self, mean: Tensor, variance: Tensor) -> Tensor:
         return torch.sigmoid(mean / torch.sqrt(1 + math.pi / 8 * variance))
 
-    def _weight(self, latent: Tensor) -> Tensor:  # (N, 1)
+    def weight(self, latent: Tensor) -> Tensor:  # (N, 1)
         return (torch.sigmoid(latent) * torch.sigmoid(-latent)).clamp_min(self.curvature_floor)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from ntk_iterncgp.likelihoods.base import Likelihood, one_dimensional, require
+from ntk_iterncgp.likelihoods.base import OneLatent, one_dimensional, require
 from ntk_iterncgp.likelihoods.quadrature import line_points
 
 LINKS = ("logit", "probit")
@@ -28,7 +28,7 @@ FAR = 1e6  # what is further than that from its level has no probability that a 
 OUTSIDE = 1e7  # in place of infinity, whose derivatives are not numbers
 
 
-class Ordinal(Likelihood):
+class Ordinal(OneLatent):
     """Ordered levels; one latent function, cut into levels by thresholds.
 
     Args:
@@ -49,8 +49,8 @@ class Ordinal(Likelihood):
             raise ValueError(f"`link` must be one of {', '.join(map(repr, LINKS))}; got {link!r}. Try 'logit'.")
         self.num_levels, self.link = int(num_levels), link
         if thresholds is None:
-            share = torch.arange(1, self.num_levels, dtype=torch.float64) / self.num_levels
-            thresholds = torch.logit(share) if link == "logit" else torch.special.ndtri(share)
+            fractions = torch.arange(1, self.num_levels, dtype=torch.float64) / self.num_levels
+            thresholds = torch.logit(fractions) if link == "logit" else torch.special.ndtri(fractions)
         self.thresholds = torch.as_tensor(thresholds, dtype=torch.float64).detach()
         rising = self.thresholds.ndim == 1 and bool((self.thresholds.diff() > 0).all())
         if not rising or len(self.thresholds) != num_levels - 1 or not bool(self.thresholds.isfinite().all()):
@@ -87,15 +87,6 @@ class Ordinal(Likelihood):
         at_upper, at_lower = self._densities(upper, lower)
         return at_lower - at_upper
 
-    def curvature(self, latent: Tensor, block: Tensor) -> Tensor:
-        return self._weight(latent)[..., None] * block
-
-    def noise(self, latent: Tensor, block: Tensor) -> Tensor:
-        return self.noise_diagonal(latent)[..., None] * block
-
-    def noise_diagonal(self, latent: Tensor) -> Tensor:
-        return 1 / self._weight(latent)
-
     def response(self, latent: Tensor) -> Tensor:  # (..., 1) -> (..., K)
         """The probabilities of all levels."""
         edges = self.thresholds.to(latent)
@@ -109,7 +100,7 @@ class Ordinal(Likelihood):
         latent = mean + variance.sqrt() * points  # (b, q)
         return (weights[..., None] * self.response(latent[..., None])).sum(1)
 
-    def _weight(self, latent: Tensor) -> Tensor:  # (N, 1)
+    def weight(self, latent: Tensor) -> Tensor:  # (N, 1)
         if self.targets is None:
             raise RuntimeError("The curvature of Ordinal depends on the levels. Call given(targets) first.")
         upper, lower = self._ends(latent, self.targets)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ntk_iterncgp.likelihoods.base import (
-    Likelihood,
+    OneLatent,
     column,
     described_per_datum,
     is_one,
@@ -19,7 +19,7 @@ from ntk_iterncgp.likelihoods.base import (
 )
 
 
-class Poisson(Likelihood):
+class Poisson(OneLatent):
     """Counts; one latent function, the logarithm of the rate per unit of exposure.
 
     Predictions are rates per unit of exposure: multiply them by the exposure of a new datum.
@@ -37,8 +37,8 @@ class Poisson(Likelihood):
         self.fractional = bool(fractional)
 
     def __repr__(self) -> str:
-        told = [] if is_one(self.exposure) else [f"exposure={described_per_datum(self.exposure)}"]
-        return f"Poisson({', '.join(told + ['fractional=True'] * self.fractional)})"
+        shown = [] if is_one(self.exposure) else [f"exposure={described_per_datum(self.exposure)}"]
+        return f"Poisson({', '.join(shown + ['fractional=True'] * self.fractional)})"
 
     def settings(self) -> dict[str, Any]:
         return {"exposure": self.exposure, "fractional": self.fractional}
@@ -60,15 +60,6 @@ class Poisson(Likelihood):
     def score(self, latent: Tensor, targets: Tensor) -> Tensor:
         return targets[:, None] - column(self.exposure, latent) * latent.exp()
 
-    def curvature(self, latent: Tensor, block: Tensor) -> Tensor:
-        return self._rate(latent)[..., None] * block
-
-    def noise(self, latent: Tensor, block: Tensor) -> Tensor:
-        return self.noise_diagonal(latent)[..., None] * block
-
-    def noise_diagonal(self, latent: Tensor) -> Tensor:
-        return 1 / self._rate(latent)
-
     def response(self, latent: Tensor) -> Tensor:
         return latent.exp()
 
@@ -79,5 +70,5 @@ class Poisson(Likelihood):
         log_rate = (mean + column(self.exposure, mean).log())[:, 0]
         return targets * log_rate - (log_rate + covariance[:, 0, 0] / 2).exp() - torch.lgamma(targets + 1)
 
-    def _rate(self, latent: Tensor) -> Tensor:  # (N, 1)
+    def weight(self, latent: Tensor) -> Tensor:  # (N, 1)
         return (column(self.exposure, latent) * latent.exp()).clamp_min(self.curvature_floor)

@@ -55,7 +55,7 @@ class Softmax(Likelihood):
     def curvature(self, latent: Tensor, block: Tensor) -> Tensor:
         probabilities = self._probabilities(latent)[..., None]
         # W does not see what is added to all classes. Measured from the likeliest one nothing cancels: π(1 − π) of a
-        # decided datum would be a difference of ones.
+        # saturated datum would be a difference of ones.
         block = block - block.gather(1, probabilities.argmax(1, keepdim=True).expand(-1, -1, block.shape[2]))
         weighted = probabilities * block
         return weighted - probabilities * weighted.sum(1, keepdim=True)
@@ -73,7 +73,7 @@ class Softmax(Likelihood):
         """s − π Σ_c s_c.
 
         The entry of the likeliest class is what the others leave, so that the sum is zero to the rounding of the
-        smallest entries: 1 − π of a decided datum would be rounding alone.
+        smallest entries: 1 − π of a saturated datum would be rounding alone.
         """
         probabilities = (1 / noise).to(block.dtype)[..., None]
         inside = block - probabilities * block.sum(1, keepdim=True)
@@ -107,7 +107,7 @@ class Softmax(Likelihood):
         return self.project_in_noise(root * block, 1 / probabilities)
 
     def curvature_traces(self, latent: Tensor) -> Tensor:
-        """Σ_c π_c (1 − π_c), of the likeliest class by the others: 1 − π of a decided datum is rounding."""
+        """Σ_c π_c (1 − π_c), of the likeliest class by the others: 1 − π of a saturated datum is rounding."""
         probabilities = self._probabilities(latent)
         top = probabilities.max(1, keepdim=True)
         others = probabilities.scatter(1, top.indices, 0.0)

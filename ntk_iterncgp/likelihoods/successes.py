@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from ntk_iterncgp.likelihoods.base import (
-    Likelihood,
+    OneLatent,
     column,
     described_per_datum,
     is_one,
@@ -35,7 +35,7 @@ from ntk_iterncgp.likelihoods.base import (
 )
 
 
-class _Logistic(Likelihood):
+class _Logistic(OneLatent):
     """What the two have in common: one latent function and the formulas above."""
 
     @abstractmethod
@@ -64,16 +64,7 @@ class _Logistic(Likelihood):
         z = self._shifted(latent)  # no cancellation where σ(z) is all but 0 or 1
         return targets[:, None] * torch.sigmoid(-z) - self._failures(targets)[:, None] * torch.sigmoid(z)
 
-    def curvature(self, latent: Tensor, block: Tensor) -> Tensor:
-        return self._weight(latent)[..., None] * block
-
-    def noise(self, latent: Tensor, block: Tensor) -> Tensor:
-        return self.noise_diagonal(latent)[..., None] * block
-
-    def noise_diagonal(self, latent: Tensor) -> Tensor:
-        return 1 / self._weight(latent)
-
-    def _weight(self, latent: Tensor) -> Tensor:  # (N, 1)
+    def weight(self, latent: Tensor) -> Tensor:  # (N, 1)
         z = self._shifted(latent)
         return (self._trials(latent) * torch.sigmoid(z) * torch.sigmoid(-z)).clamp_min(self.curvature_floor)
 
@@ -152,8 +143,8 @@ class NegativeBinomial(_Logistic):
         self.targets: Tensor | None = None
 
     def __repr__(self) -> str:
-        told = "" if is_one(self.exposure) else f", exposure={described_per_datum(self.exposure)}"
-        return f"NegativeBinomial(dispersion={self.dispersion:g}{told})"
+        shown = "" if is_one(self.exposure) else f", exposure={described_per_datum(self.exposure)}"
+        return f"NegativeBinomial(dispersion={self.dispersion:g}{shown})"
 
     def settings(self) -> dict[str, Any]:
         return {"dispersion": self.dispersion, "exposure": self.exposure}

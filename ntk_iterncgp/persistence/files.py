@@ -56,7 +56,7 @@ class FileError(ValueError):
 
 
 def as_json(content: Mapping[str, Any]) -> str:
-    """Numbers that are not finite become null: JSON has no other word for them."""
+    """Numbers that are not finite become null: JSON has no numbers for them."""
     return json.dumps(_finite(content), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
 
 
@@ -312,7 +312,7 @@ def peek_posterior(path: Path, name: str) -> tuple[dict[str, Any], Tensor | None
             key = f"posterior.{name}"
             found = _tensor(path, file, key) if key in file.keys() else None  # noqa: SIM118 (no mapping)
         if _version(content["format"], POSTERIOR) is None or not isinstance(content["about"], dict):
-            raise ValueError("it is of another kind")
+            raise ValueError("it is another kind of file")
     except (SafetensorError, OSError, ValueError, RecursionError, TypeError, KeyError, RuntimeError) as error:
         reason = str(error).partition("\n")[0][:120]
         raise FileError(f"'{path}' is not a posterior file, or is damaged ({reason}).") from error

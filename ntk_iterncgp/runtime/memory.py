@@ -98,7 +98,7 @@ def _limits_of_container() -> Iterator[int]:
                 break
             for limit, usage in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
                 allowed, used = _text(folder / limit).strip(), _text(folder / usage).strip()
-                # "max" is no limit, and version 1 says so by a huge number
+                # "max" is no limit, and version 1 writes a huge number for it
                 if allowed.isdigit() and used.isdigit() and int(allowed) < 2**60:
                     yield int(allowed) - int(used) + _reclaimable(folder / "memory.stat")
 

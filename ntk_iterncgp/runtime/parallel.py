@@ -32,7 +32,7 @@ TIMEOUT = timedelta(days=7)  # others may wait for as long as one trains a netwo
 
 
 class ProcessFailed(RuntimeError):
-    """Another process has failed, so this one cannot go on."""
+    """Another process has failed, so this one cannot continue."""
 
 
 @dataclass
@@ -276,8 +276,8 @@ def together() -> Iterator[None]:
     One that fails tells the others, which then stop with its error instead of waiting for it; only the main process
     warns.
 
-    Processes that failed for the same reason may go on together. Where one alone failed, they are out of step, and the
-    group is of no further use.
+    Processes that failed for the same reason may continue together. Where one alone failed, they are out of step, and
+    the group is of no further use.
     """
     global _num_tasks
     if num_processes() == 1:
@@ -318,7 +318,7 @@ def _finish(work: dist.Work | None) -> None:
     except ProcessFailed:
         raise
     except RuntimeError as error:  # the connection is gone, and with it the process at its other end
-        reason = _failure() or f"another one ended without a word ({error})."
+        reason = _failure() or f"another one ended without an error message ({error})."
         raise ProcessFailed(f"This process stops, since {reason}") from error
 
 
@@ -328,4 +328,4 @@ def _failure() -> str | None:
     try:
         return next((store.get(task).decode() for task in _tasks if store.check([task])), None)
     except RuntimeError as error:  # the store is in a process that is gone
-        return f"the main process ended without a word ({error})."
+        return f"the main process ended without an error message ({error})."

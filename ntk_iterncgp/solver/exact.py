@@ -47,8 +47,8 @@ class ExactSystem:
         self.unseen_lower: Tensor | None = None
         if unseen is not None:
             total = torch.zeros_like(matrices[0])
-            for c, share in enumerate(unseen.square()):
-                total += share * self.inverse_of_output(c)  # line 8: Σ_c E_c
+            for c, weight in enumerate(unseen.square()):
+                total += weight * self.inverse_of_output(c)  # line 8: Σ_c E_c
             self.unseen_lower = _cholesky(total)
             log_determinant = log_determinant + 2 * self.unseen_lower.diagonal().log().sum()
             log_determinant = log_determinant - (weights @ unseen.square()).log().sum()

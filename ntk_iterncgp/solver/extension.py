@@ -5,7 +5,7 @@ With S extended by zero rows, SᵀKS and SᵀW⁺S stay what they are, and of th
     T ← [K S; k(X_new, X) S],
 
 one rectangular product. The point keeps v, which is zero at the new data, and g = K v is a combination of the images
-there too. Newton's method goes on from it: ∇ at the new data is what the next actions are made of.
+there too. Newton's method continues from it: ∇ at the new data is what the next actions are made of.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def with_more_data(state: State, problem: Problem, *, capacity: int = 0) -> Stat
     actions, more = state.buffer.actions, prior.num_data - old.num_data
     new_images = old.images_at(prior.inputs[old.num_data :], actions)  # (more · outputs, stored columns)
     stored = actions.factor.size // (prior.num_outputs if isinstance(actions, KroneckerColumns) else 1)
-    share = more * old.num_data / prior.num_data**2
-    prior.num_products = old.num_products + math.ceil(stored * share)
+    fraction = more * old.num_data / prior.num_data**2
+    prior.num_products = old.num_products + math.ceil(stored * fraction)
     zeros = torch.zeros_like(new_images)
     images = old.lift(state.buffer.images)
     buffer = Buffer(_extended(actions, zeros, prior, capacity), _extended(images, new_images, prior, capacity))

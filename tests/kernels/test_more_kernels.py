@@ -179,7 +179,7 @@ def test_skipped_tiles_of_a_kernel_of_some_coordinates_are_far_in_those(monkeypa
     X = 100 * torch.rand(500, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     kernel, V = Matern32(2.0, active_dims=[1]), draw(500, 3)
     matrix = KernelMatrix(kernel, X, method="sparse", tolerance=1e-9)
-    assert matrix.choice.pattern is not None and matrix.choice.pattern.share < 1
+    assert matrix.choice.pattern is not None and matrix.choice.pattern.fraction < 1
     close(matrix @ V, kernel(X, X) @ V, atol=1e-5)
 
 
@@ -187,7 +187,7 @@ def test_what_is_no_formula_of_distances_takes_the_plain_path_and_says_why() -> 
     X, y = draw(30, 2), draw(30, 1)[:, 0]
     reason = "plain (Linear is not a formula of distances)"
     assert str(choose(2.0 * (RBF() + Linear()), X, X)) == reason
-    assert str(choose(Constant(2.0) + Constant(), X, X)) == "plain (Constant(2) + Constant(1) looks at no distance)"
+    assert str(choose(Constant(2.0) + Constant(), X, X)) == "plain (Constant(2) + Constant(1) depends on no distance)"
     gp = NonConjugateGP(RBF() + Linear(), likelihoods.Gaussian(0.1), policy="curvature_residual").fit(X, y)
     assert gp.report_.products_by == reason
     with pytest.raises(ValueError, match=r"`kernel` must have a distance in it"):

@@ -216,7 +216,7 @@ def test_the_reach_is_where_an_error_in_the_distance_stops_to_matter() -> None:
 def test_what_is_left_out_is_below_the_tolerance_and_symmetric(kernel: Kernel, tolerance: float) -> None:
     X = torch.rand(3000, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     matrix = KernelMatrix(kernel, X, method="sparse", tolerance=tolerance)
-    assert matrix.choice.pattern is not None and matrix.choice.pattern.share < 0.8
+    assert matrix.choice.pattern is not None and matrix.choice.pattern.fraction < 0.8
     matrix._engine = KernelMatrix(kernel, X[matrix.choice.pattern.rows.order], method="plain").engine  # no compiler
     exact = kernel(X, X)
     columns = torch.arange(0, 3000, 50)
@@ -239,8 +239,8 @@ def test_a_tree_keeps_every_point_once_in_a_box_that_holds_it() -> None:
 def test_with_tolerance_zero_only_exact_zeros_are_left_out() -> None:
     X = torch.cat([draw(400, 2), 1e4 + draw(400, 2, seed=1)])
     pattern = Pattern.of(Formula.of(RBF()), X, X, 0.0)
-    assert pattern.share == 0.5  # exp(−5e7) is zero
-    assert Pattern.of(Formula.of(RBF(1e5)), X, X, 0.0).share == 1.0
+    assert pattern.fraction == 0.5  # exp(−5e7) is zero
+    assert Pattern.of(Formula.of(RBF(1e5)), X, X, 0.0).fraction == 1.0
 
 
 @needs_compiler
@@ -254,7 +254,7 @@ def test_keops_leaves_out_the_same_tiles(capfd: pytest.CaptureFixture[str]) -> N
     V = draw(900, 10, seed=1)
     ours = KernelMatrix(kernel, X, method="sparse", tolerance=1e-3)
     ours._engine = KernelMatrix(kernel, X[pattern.rows.order], method="plain").engine
-    assert pattern.share < 0.9
+    assert pattern.fraction < 0.9
 
     def product(kept: Pattern) -> Tensor:
         return sparse_keops_product(Formula.of(kernel), kept, X, X, V)

@@ -127,7 +127,8 @@ def test_a_process_that_is_killed_ends_the_others() -> None:
     (first, killed, third), seconds = in_processes(3, work.fit_with_trouble, 60, work.die, CLUSTERS)
     assert killed is None
     for other in (first, third):
-        assert isinstance(other, Failed) and "This process stops, since another one ended without a word" in other
+        assert isinstance(other, Failed)
+        assert "This process stops, since another one ended without an error message" in other
     assert seconds < PROMPT
 
 
