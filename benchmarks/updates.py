@@ -75,13 +75,14 @@ def in_parts(model: nn.Module, images: Tensor, labels: Tensor, rank: int, number
     )
     for x, y in zip(images.chunk(number), labels.chunk(number), strict=True):
         la.update(DataLoader(TensorDataset(x, y), BATCH))
+    la.posterior  # noqa: B018  which sums up what was added
     return la
 
 
 def contraction(la: Any, x: Tensor) -> float:
     """How much of the prior's variance the data have removed, on average over inputs."""
     with torch.no_grad():
-        left = la.predictive_moments(x)[1].diagonal(dim1=1, dim2=2).sum(1)
+        left = la.latent(x, contrasts="all")[1].diagonal(dim1=1, dim2=2).sum(1)
         variance = 1 / la.prior_precision.double().expand(la.n_params)
         prior = torch.cat([rows.covariance(variance) for rows in la._rows_at(x)]).diagonal(dim1=1, dim2=2).sum(1)
     return float(1 - (left.double() / prior).mean())

@@ -13,9 +13,10 @@ from laplace import Laplace
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchvision.datasets import MNIST
 
 import ntk_iterncgp  # noqa: F401 (registers hessian_structure="iterncgp")
+from ntk_iterncgp.experiments.config import DataConfig
+from ntk_iterncgp.experiments.datasets.known import known
 
 START, BATCH, CANDIDATES = 20, 10, 200
 WAYS = ("by posterior", "at random", "difference", "95 % interval ±")
@@ -65,8 +66,8 @@ def main() -> None:
     rounds, seeds = (2, 2) if "--toy" in sys.argv else (8, 5)
     images, labels = load_digits(return_X_y=True)
     sets = {"digits": (torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels))}
-    if root := os.environ.get("NTK_ITERNCGP_DATA"):
-        sets["MNIST"] = (mnist := MNIST(root)).data[:6000].flatten(1) / 255, mnist.targets[:6000]
+    if "NTK_ITERNCGP_DATA" in os.environ:
+        sets["MNIST"] = (mnist := known("mnist", True, DataConfig()))[0][:6000].flatten(1), mnist[1][:6000]
     for name, (X, y) in sets.items():
         print(f"{name + ', labels':16}" + "".join(f"{START + BATCH * i:>8}" for i in range(rounds)))
         runs = torch.tensor([[accuracies(X, y, best, s, rounds) for s in range(seeds)] for best in (True, False)])

@@ -22,6 +22,7 @@ from botorch.posteriors.gpytorch import GPyTorchPosterior
 from botorch.posteriors.posterior import Posterior
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from laplace.utils.enums import Likelihood
+from linear_operator import to_linear_operator
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -102,11 +103,12 @@ class _LatentModel(Model, FantasizeMixin):  # type: ignore[misc]
             mean, C = mean[..., output_indices], kept.shape[1]
             covariance = covariance[:, kept.flatten()][:, :, kept.flatten()]
         mean = mean.reshape(*batch, q, C).to(X)
-        covariance = covariance.reshape(*batch, q * C, q * C).to(X)
+        # As an operator it is factored when samples are drawn, with jitter where points nearly coincide.
+        operator = to_linear_operator(covariance.reshape(*batch, q * C, q * C).to(X))
         if C == 1:
-            found = GPyTorchPosterior(MultivariateNormal(mean[..., 0], covariance))
+            found = GPyTorchPosterior(MultivariateNormal(mean[..., 0], operator))
         else:
-            found = GPyTorchPosterior(MultitaskMultivariateNormal(mean, covariance))
+            found = GPyTorchPosterior(MultitaskMultivariateNormal(mean, operator))
         return found if posterior_transform is None else posterior_transform(found)
 
 

@@ -17,6 +17,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {  # arguments, and what is printed
     "cifar_resnet.py": ("--toy", r"network as it is  : accuracy .*\nwith its posterior: accuracy "),
     "huggingface_style_dict_batches.py": ("", r"163 of 963 weights are uncertain.*\n[89]\d % of the first batch right"),
     "active_learning.py": ("--toy", r"digits, labels +20 +30\nby posterior .*%\nat random .*%\ndifference .*%\n95 %"),
+    "bayesian_optimisation.py": ("--toy", r"rounds +0 +1 +2\nby posterior +\d.*\nat random +\d"),
     "streaming.py": ("", r"\n1600 +30 +\d+\.\d+\none fit +30 +\d+\.\d+"),
     "standalone_matern.py": (
         "",

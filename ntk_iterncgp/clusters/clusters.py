@@ -375,12 +375,14 @@ class Clusters:
         gram = block_matrix(self.gram_blocks, complete, lambda at: inner_products(images[at[0]], images[at[1]]))
         return gram if len(found.kept) == len(gram) else gram[found.kept][:, found.kept]
 
-    def rounding_gram(self) -> Tensor:  # (B, B)
-        """The squared errors of the images, over those of one number.
+    def rounding_gram(self) -> Tensor | None:  # (B, B)
+        """The squared errors of the images, over those of one number; None where each action is a group.
 
         Each group's is in proportion to its own image, and combinations of groups have theirs however small they are.
         """
         found, blocks = self.actions_now(), []
+        if all(best is None for best in found.combinations):
+            return None
         for done, best in zip(self.passes, found.combinations, strict=True):
             parts = done.images.split(rows_at_once(len(done.images)), 1)
             lengths = sum(part.double().square().sum(1) for part in parts)

@@ -316,7 +316,7 @@ class Probe:
     """Checks data and model in eval mode, then what the model returns for the first batch."""
 
     def __init__(self, model: nn.Module, data: FixedOrderData, *, is_known: bool = False) -> None:
-        self.model, self.data = model, data
+        self.model, self.data, self.is_known = model, data, is_known
         self.inputs = _first_inputs(data)
         if is_known and (rows := data.num_rows(self.inputs)) > FEW:
             self.inputs = slice_rows(self.inputs, slice(0, FEW), rows)
@@ -330,7 +330,7 @@ class Probe:
 
     @torch.no_grad()
     def check(self, forward: Callable[[Inputs], Tensor], outputs: Tensor | None = None) -> FirstBatch:
-        """Pass the first batch twice, and its first row alone.
+        """Pass the first batch twice, and its first row alone; of a known model, some of it once.
 
         Args:
             forward: the function whose outputs are checked.
@@ -340,6 +340,14 @@ class Probe:
             The first batch, with its outputs.
         """
         outputs = forward(self.inputs) if outputs is None else outputs
+        if not bool(torch.isfinite(outputs).all()):
+            raise ValueError(
+                "The model must return finite outputs; got NaN or infinity on the first batch. Try smaller inputs, and "
+                "check its weights."
+            )
+        first = FirstBatch(self.inputs, outputs, self.data.num_items)
+        if self.is_known:
+            return first
         repeated = forward(self.inputs)
         try:
             alone = forward(slice_rows(self.inputs, slice(0, 1), self.data.num_rows(self.inputs)))
@@ -353,11 +361,6 @@ class Probe:
                 f"A forward pass in eval mode must leave the model as it is; got changed buffers: "
                 f"{', '.join(changed[:5])}. Try BatchNorm in eval mode."
             )
-        if not bool(torch.isfinite(outputs).all()):
-            raise ValueError(
-                "The model must return finite outputs; got NaN or infinity on the first batch. Try smaller inputs, and "
-                "check its weights."
-            )
         if not torch.equal(outputs, repeated):
             raise ValueError(
                 "Two forward passes on the same batch must agree; got outputs that differ by up to "
@@ -369,7 +372,7 @@ class Probe:
                 f"Each output must depend on its own input alone; got a first one that changed by {error:.2g} when the "
                 "rest of its batch was left out. Try BatchNorm with running statistics."
             )
-        return FirstBatch(self.inputs, outputs, self.data.num_items)
+        return first
 
 
 def _first_inputs(data: FixedOrderData) -> Inputs:

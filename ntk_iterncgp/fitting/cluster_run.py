@@ -392,7 +392,7 @@ class ClusterRun(Run[AnyState]):
         target = clusters.passes[-1]
         per_item = epochs_of(1, len(target.directions), len(clusters.outputs))
         # On the way only one process can read: the images of several are not summed before the end.
-        has_readings = len(clusters.passes) == 1 and processes == 1 and not self.settings.is_known
+        has_readings = len(clusters.passes) == 1 and processes == 1
         sweep = clusters.sweep(target, network.jacobian, network.data, self.settings.chunk_bytes)
         with closing(sweep):
             for batch, size in enumerate(sweep, 1):
@@ -439,15 +439,15 @@ class ClusterRun(Run[AnyState]):
         return Stage("IterNCGP", len(state.clusters.outputs), "data")
 
     def record(self, state: AnyState, last: Record | None, seconds: float) -> Record | None:
-        """After a pass, and once on the way through the first."""
-        if isinstance(state, ForwardState) or not state.is_reading_due:
+        """After a pass, and once on the way through the first; of a part of an update, when it is in the sum."""
+        if isinstance(state, ForwardState) or not state.is_reading_due or self.settings.is_known:
             return None
         return read_meter(state, self.network, seconds)
 
     def last_record(self, state: AnyState, last: Record | None, seconds: float) -> Record | None:
         """If anything was swept since the last reading."""
         assert isinstance(state, ClusterState)
-        if last is not None and last.epochs == state.epochs:
+        if self.settings.is_known or (last is not None and last.epochs == state.epochs):
             return None
         is_empty = last is None and not bool(state.clusters.passes[-1].swept.any())
         return None if is_empty else read_meter(state, self.network, seconds)

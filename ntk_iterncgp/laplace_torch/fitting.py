@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from laplace.baselaplace import BaseFunctionalLaplace
@@ -33,7 +33,9 @@ from ntk_iterncgp.laplace_torch.updating import (
     check_may_add,
     check_new_data,
     derivatives_as_before,
+    is_crowded,
     other_fit,
+    summed,
     update_settings,
     without_interruption,
 )
@@ -48,8 +50,6 @@ from ntk_iterncgp.runtime.threads import evaluating, exclusively
 from ntk_iterncgp.runtime.validate import whole_number
 from ntk_iterncgp.solver.policies import Policy
 from ntk_iterncgp.solver.stopping import NewtonOptions
-
-F = TypeVar("F", NetworkFit, PartialFit)
 
 
 class FittedNetwork(BaseFunctionalLaplace):
@@ -138,7 +138,7 @@ class FittedNetwork(BaseFunctionalLaplace):
                 dict_key_x=dict_key_x,
                 dict_key_y=dict_key_y,
             )
-        self.posterior: WeightPosterior
+        self._parts: tuple[WeightPosterior, ...] = ()  # of disjoint data, which add up
         self._report: FitReport | None = None
         self._fit: NetworkFit | None = None  # what refine resumes
         self._shard: tuple[int, int] | None = None  # and of which part of the data
@@ -243,8 +243,8 @@ class FittedNetwork(BaseFunctionalLaplace):
                 found = _fitted_to(network, settings, progress_bar=progress_bar, session=session)
             check_new_data(self, found)
             if self._fitted:
-                whole = added(self, PartialFit.of_fit(found), self.settings.options.max_rank)
-                self._adopt(self._with_reference(whole, network))
+                whole, max_rank = added(self, PartialFit.of_fit(found)), self.settings.options.max_rank
+                self._adopt(summed(self, whole, max_rank) if is_crowded(whole, max_rank) else whole)
             else:
                 self._take(self._with_reference(found, network))
 
@@ -268,16 +268,29 @@ class FittedNetwork(BaseFunctionalLaplace):
         check_may_add(self)
         self._refresh_posterior()
         max_rank = self.settings.options.max_rank if max_rank is None else max_rank
-        self._adopt(added(self, other_fit(self, other), max_rank))
+        self._adopt(summed(self, added(self, other_fit(self, other)), max_rank))
 
     @property
     def has_fitted(self) -> bool:
         """Whether there was a fit in this process, which has checked the model."""
         return self._report is not None
 
+    @property
+    def posterior(self) -> WeightPosterior:
+        """Given all data so far. What updates have added is summed when somebody asks."""
+        if not self._parts:
+            raise AttributeError("The posterior must follow a fit; got none. Try fit(train_loader).")
+        if len(self._parts) > 1:
+            self._adopt(summed(self, PartialFit.of(self), self.settings.options.max_rank))
+        return self._parts[0]
+
+    @posterior.setter
+    def posterior(self, posterior: WeightPosterior) -> None:
+        self._parts = (posterior,)
+
     def _adopt(self, found: PartialFit) -> None:
         """All has been computed before anything is changed."""
-        self.posterior, self.loss, self.n_data = found.posterior, found.loss, found.num_data
+        self._parts, self.loss, self.n_data = found.parts, found.loss, found.num_data
         self.data_seen, self._report = found.data_seen, found.report
         self._fit, self._conditioned = None, None
 
@@ -358,7 +371,7 @@ class FittedNetwork(BaseFunctionalLaplace):
             first_batch=first_batch,
         )
 
-    def _with_reference(self, found: F, network: LinearisedNetwork) -> F:
+    def _with_reference(self, found: NetworkFit, network: LinearisedNetwork) -> NetworkFit:
         """With the shape of the covariance of the outputs, from a few of the first inputs."""
         first, jacobian, posterior = network.first_batch, network.jacobian, found.posterior
         num_rows, C = first.outputs.shape

@@ -3,6 +3,9 @@
 `update` is a fit of the new data alone, and a merge. With mean="network" that is exact, and with a refined mean in
 regression, where W and b of a datum depend on it alone. A refined mean of a classifier is refused: it is the mode given
 all data at once, and W is the curvature there.
+
+Parts are summed, and compressed, when the posterior is asked for, or when they have more than twice the actions that it
+keeps: a stream of small updates costs what fits to its parts cost.
 """
 
 from __future__ import annotations
@@ -31,18 +34,19 @@ from ntk_iterncgp.solver.stopping import Status
 if TYPE_CHECKING:
     from ntk_iterncgp.laplace_torch.fitting import FittedNetwork
 
-SHARE, DATA_PER_ACTION = 2, 25
-"""With `max_rank`, new data take so many times their share of the actions, and at least one for so many data: batches
-of few data take as long as larger ones. Each action is then a group of data, and combined with all others at once."""
+AT_FIRST, DATA_PER_ACTION = 2, 25
+"""With `max_rank` R, the first data take so many times R actions, later ones their share of R, and at least one for so
+many data: batches of few data take as long as larger ones. Each action is then a group of data, and combined with all
+others at once."""
 ADVICE = "update(loader) conditions on more data, merge(other) on those of another fit; refine is for a single fit."
 INTERRUPTED = "The run was interrupted"  # how the warning of a fit begins of which nothing is kept here
 
 
 @dataclass(frozen=True, eq=False)
 class PartialFit:
-    """The posterior of some data, and what else adds up."""
+    """The posterior of some data, in parts that add up, and what else does."""
 
-    posterior: WeightPosterior
+    parts: tuple[WeightPosterior, ...]
     loss: float
     num_data: int
     data_seen: Tensor  # fingerprints, one for each data set (k,)
@@ -51,12 +55,17 @@ class PartialFit:
     @classmethod
     def of(cls, la: FittedNetwork) -> PartialFit:
         """What la has been fitted to so far."""
-        return cls(la.posterior, float(la.loss), la.n_data, la.data_seen, la._report)
+        return cls(la._parts, float(la.loss), la.n_data, la.data_seen, la._report)
 
     @classmethod
     def of_fit(cls, found: NetworkFit) -> PartialFit:
         """A fit by itself."""
-        return cls(found.posterior, found.loss, found.num_data, found.data_seen, found.report)
+        return cls((found.posterior,), found.loss, found.num_data, found.data_seen, found.report)
+
+    @property
+    def rank(self) -> int:
+        """How many actions the parts have together."""
+        return sum(part.rank for part in self.parts)
 
 
 def check_may_add(la: FittedNetwork) -> None:
@@ -103,14 +112,14 @@ def update_settings(la: FittedNetwork, network: LinearisedNetwork) -> NetworkSet
     if max_rank is None or not settings.in_groups:
         return settings
     new = network.data.num_data(len(network.first_batch.outputs))
-    share = max(math.ceil(SHARE * max_rank * new / (before + new)), new // DATA_PER_ACTION)
+    share = max(math.ceil(max_rank * new / (before + new)) if before else AT_FIRST * max_rank, new // DATA_PER_ACTION)
     return replace(settings, num_actions=min(settings.num_actions, share), combines=False)
 
 
 @contextmanager
 def derivatives_as_before(la: FittedNetwork) -> Iterator[None]:
     """Derivatives in the dtype of the posterior, whatever they would be in for the new data alone."""
-    before, la.dtype = la.dtype, la.posterior.images.dtype if la._fitted else la.dtype
+    before, la.dtype = la.dtype, la._parts[0].images.dtype if la._fitted else la.dtype
     try:
         yield
     finally:
@@ -150,7 +159,7 @@ def other_fit(la: FittedNetwork, other: Any) -> PartialFit:
             "`other` must be a fit of other data; got one of data that are in this posterior already, and would count "
             "twice. Try to merge each shard once."
         )
-    return PartialFit(posterior, float(state["loss"]), int(state["n_data"]), seen, None)
+    return PartialFit((posterior,), float(state["loss"]), int(state["n_data"]), seen, None)
 
 
 def _shown(value: Any) -> str:
@@ -167,34 +176,69 @@ def _same(one: Any, other: Any) -> bool:
 # --- both ---------------------------------------------------------------------------------------------------------
 
 
-def added(la: FittedNetwork, new: PartialFit, max_rank: int | None) -> PartialFit:
-    """All that la has been fitted to and the new, at most of the given rank; la itself stays as it is.
+def added(la: FittedNetwork, new: PartialFit) -> PartialFit:
+    """All that la has been fitted to and the new, not yet summed; la itself stays as it is.
 
-    Args:
-        la: Whose hyperparameters hold, and decide which combinations are kept.
-        new: To be added.
-        max_rank: None for all actions, or for as many as there are weights.
+    Raises:
+        MemoryError: where the sum will not fit.
+        ValueError: for a refined mean that cannot be added to.
     """
-    started = perf_counter()
-    own, precision, noise_scale = PartialFit.of(la), la.prior_precision.detach(), la._noise_scale.detach()
-    images, rank = own.posterior.images, own.posterior.rank + new.posterior.rank
+    own = PartialFit.of(la)
+    parts, images, rank = (*own.parts, *new.parts), own.parts[0].images, own.rank + new.rank
     require_memory(
         2 * rank * len(images) * images.element_size(),
         available_bytes(images.device),
         f"Use max_rank, which bounds the number of actions; this would be {rank:,} of {len(images):,} weights.",
     )
-    parts = [own.posterior, new.posterior]
     if la.settings.mean == "refined":
-        parts = [_about(part, la.prior_mean) for part in parts]
-    posterior = bounded(merge_posteriors(parts), max_rank, precision, noise_scale)
-    information = posterior.information_captured(precision, noise_scale)
+        parts = tuple(_about(part, la.prior_mean) for part in parts)
     return PartialFit(
-        posterior,
+        parts,
         own.loss + new.loss,
         own.num_data + new.num_data,
         torch.cat([own.data_seen, new.data_seen]),
-        _report(own, new, posterior, information, perf_counter() - started),
+        _report(own, new),
     )
+
+
+def is_crowded(found: PartialFit, max_rank: int | None) -> bool:
+    """Whether the parts have more than twice the actions that their sum has at most."""
+    num_weights = len(found.parts[0].images)
+    return found.rank > 2 * (num_weights if max_rank is None else min(max_rank, num_weights))
+
+
+def summed(la: FittedNetwork, found: PartialFit, max_rank: int | None) -> PartialFit:
+    """What adds up to `found`, as one posterior.
+
+    Args:
+        la: Whose hyperparameters decide which combinations are kept.
+        found: The parts.
+        max_rank: How many actions to keep; None for all, or for as many as there are weights.
+    """
+    started, precision, noise_scale = perf_counter(), la.prior_precision.detach(), la._noise_scale.detach()
+    posterior = bounded(merge_posteriors(found.parts), max_rank, precision, noise_scale)
+    report = found.report
+    if report is not None:
+        information = posterior.information_captured(precision, noise_scale)
+        line = Record(
+            num_products=report.num_products,
+            newton_step=report.num_newton_steps,
+            rank=posterior.rank,
+            objective=math.nan,
+            relative_residual=math.nan,
+            information_captured=information,
+            seconds=report.seconds + perf_counter() - started,
+            epochs=report.epochs,
+        )
+        report = replace(
+            report,
+            rank=line.rank,
+            information_captured=information,
+            seconds=line.seconds,
+            history=[*report.history, line],
+            trace_is_exact=posterior.trace_is_exact,
+        )
+    return replace(found, parts=(posterior,), report=report)
 
 
 def _about(part: WeightPosterior, prior_mean: Tensor) -> WeightPosterior:
@@ -208,10 +252,8 @@ def _about(part: WeightPosterior, prior_mean: Tensor) -> WeightPosterior:
     return replace(part, right_hand_side=right_hand_side, prior_mean=prior_mean.detach().reshape(-1).clone())
 
 
-def _report(
-    own: PartialFit, new: PartialFit, posterior: WeightPosterior, information: float, seconds: float
-) -> FitReport | None:
-    """Return the history with one more line.
+def _report(own: PartialFit, new: PartialFit) -> FitReport | None:
+    """Return the counts of both; the history gets its next line when they are summed.
 
     Epochs are passes over all data: each datum counts those that it took part in. None where nothing was fitted in this
     process.
@@ -223,26 +265,12 @@ def _report(
     if all(report.epochs is not None for report in reports):
         counted = [(part.report.epochs, part.num_data) for part in (own, new) if part.report is not None]
         epochs = sum((e or 0.0) * n for e, n in counted) / sum(n for _, n in counted)
-    latest, total = reports[-1], seconds + sum(report.seconds for report in reports)
-    line = Record(
-        num_products=sum(report.num_products for report in reports),
-        newton_step=latest.num_newton_steps,
-        rank=posterior.rank,
-        objective=math.nan,
-        relative_residual=math.nan,
-        information_captured=information,
-        seconds=total,
-        epochs=epochs,
-    )
     return replace(
-        latest,
+        reports[-1],
         advice=ADVICE,
-        num_products=line.num_products,
-        rank=line.rank,
-        information_captured=information,
-        seconds=total,
-        history=[*reports[0].history, line],
+        num_products=sum(report.num_products for report in reports),
+        seconds=sum(report.seconds for report in reports),
+        history=reports[0].history,
         epochs=epochs,
-        trace_is_exact=posterior.trace_is_exact,
         variance_ratio=None,
     )

@@ -48,7 +48,7 @@ def merge_posteriors(parts: Sequence[WeightPosterior]) -> WeightPosterior:
         rounding_gram=torch.block_diag(*(part.unit_rounding() for part in parts)) if own_rounding else None,
         reference=None,  # its inputs have not met the actions of the other parts
     )
-    return joint.with_gram(_joint_gram(parts))
+    return joint.with_gram(_joint_gram(parts, joint.images))
 
 
 def bounded(
@@ -93,12 +93,14 @@ def _stored_as(part: WeightPosterior, dtype: torch.dtype) -> WeightPosterior:
     return replace(part, images=part.images.to(dtype), rounding_gram=rounding)
 
 
-def _joint_gram(parts: Sequence[WeightPosterior]) -> Tensor:  # (B, B)
-    """AᵀA from the Gram matrices of the parts, most of which are known, and the products between them."""
-    rows = []
-    for i, left in enumerate(parts):
-        before = [inner_products(left.images, right.images) for right in parts[:i]]
-        after = sum(right.rank for right in parts[i + 1 :])
-        rows.append(torch.cat([*before, left.unit_gram, left.unit_gram.new_zeros(left.rank, after)], 1))
-    lower = torch.cat(rows)
-    return lower.tril() + lower.tril(-1).T
+def _joint_gram(parts: Sequence[WeightPosterior], images: Tensor) -> Tensor:  # A (P, B) -> (B, B)
+    """AᵀA from the Gram matrices of the parts, most of which are known, and the products with those before them."""
+    gram, start = images.new_zeros(images.shape[1], images.shape[1], dtype=torch.float64), 0
+    for part in parts:
+        own = slice(start, start + part.rank)
+        gram[own, own] = part.unit_gram
+        if start:
+            gram[own, :start] = inner_products(part.images, images[:, :start])
+            gram[:start, own] = gram[own, :start].T
+        start = own.stop
+    return gram

@@ -169,6 +169,24 @@ def test_the_rank_stays_bounded_and_each_update_takes_its_share_of_the_actions()
     assert asked == [(100, 20), (200, 20), (300, 20), (400, 20)]
 
 
+@pytest.mark.parametrize("max_rank", [None, 6])
+def test_parts_are_summed_when_somebody_looks_or_they_are_many(max_rank: int | None) -> None:
+    net = NETS["several classes"]
+    la, watched = (net.laplace(num_actions=6, max_rank=max_rank) for _ in range(2))
+    number_of_parts = []
+    for start in range(0, 24, 2):
+        for each in (la, watched):
+            each.update(part(net, range(start, start + 2)))
+        most = max_rank or len(watched.posterior.images)
+        assert watched.posterior.rank <= most and sum(each.rank for each in la._parts) <= 2 * most
+        number_of_parts.append(len(la._parts))
+    assert max(number_of_parts) > 2
+    assert la.report_.rank == la.report_.history[-1].rank == la.posterior.rank == watched.posterior.rank
+    assert len(la.report_.history) < len(watched.report_.history)
+    if max_rank is None:
+        close(joint_variance(la, net.near_and_far()), joint_variance(watched, net.near_and_far()), 1e-9)
+
+
 def test_new_data_are_differentiated_in_the_dtype_of_the_old() -> None:
     net = NETS["several classes"]
     la = laplace_of(net, torch.float32)
@@ -199,7 +217,7 @@ def test_a_merged_posterior_is_saved_with_what_it_has_seen(tmp_path: Path) -> No
     torch.save(la.state_dict(), tmp_path / "posterior.pt")
     other = net.laplace()
     other.load_state_dict(torch.load(tmp_path / "posterior.pt", weights_only=True))
-    assert torch.equal(joint_variance(other, net.near_and_far()), joint_variance(la, net.near_and_far()))
+    close(joint_variance(other, net.near_and_far()), joint_variance(la, net.near_and_far()), 1e-12)
     assert torch.equal(other.data_seen, la.data_seen) and len(la.data_seen) == 2
     with pytest.raises(ValueError, match="one of data that are in this posterior already"):
         other.merge(laplace_of(net, rows=NEW))
@@ -326,6 +344,10 @@ class Interrupting(TensorDataset):
 
     reading, at = 0, -1
 
+    @staticmethod
+    def raise_at_once(*_: object) -> None:
+        raise KeyboardInterrupt
+
     def __getitem__(self, i: int) -> Any:
         Interrupting.reading += 1
         if Interrupting.reading == Interrupting.at:
@@ -356,7 +378,7 @@ def test_after_ctrl_c_the_earlier_posterior_stays(when: str) -> None:
 @pytest.mark.parametrize("broken", ["bounded", "merge_posteriors", "_report"])
 def test_on_failure_the_earlier_posterior_stays(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     net = NETS["several classes"]
-    la, x = laplace_of(net), net.near_and_far()
+    la, other, x = laplace_of(net), laplace_of(net, rows=NEW), net.near_and_far()
     before = joint_variance(la, x)
 
     def fail(*_: object) -> None:
@@ -364,9 +386,18 @@ def test_on_failure_the_earlier_posterior_stays(broken: str, monkeypatch: pytest
 
     monkeypatch.setattr(updating, broken, fail)
     with pytest.raises(RuntimeError, match="no"):
-        la.update(part(net, NEW))
+        la.merge(other)
     assert torch.equal(joint_variance(la, x), before) and la.n_data == 14 and len(la.data_seen) == 1
     assert la._fit is not None
+
+
+def test_what_fails_when_parts_are_summed_is_summed_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x = NETS["several classes"], NETS["several classes"].near_and_far()
+    la = updated(net)
+    with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
+        broken.setattr(updating, "bounded", Interrupting.raise_at_once)
+        la(x)
+    assert torch.equal(joint_variance(la, x), joint_variance(updated(net), x)) and la.n_data == 24
 
 
 def test_what_does_not_fit_in_memory_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
