@@ -430,8 +430,8 @@ class NonConjugateGP(Shareable):
                 return self._start(prior.inputs.to(prior.data_dtype), every)
             problem = Problem(prior, self.likelihood, every)
             weights = before.iterate.representer_weights
-            padding = weights.new_zeros(problem.num_rows - len(weights))
-            return exact_state(problem, written_out(prior), torch.cat([weights, padding]))
+            padded = torch.nn.functional.pad(weights, (0, problem.num_rows - len(weights)))
+            return exact_state(problem, written_out(prior), padded)
         problem = Problem(old.extended(inputs), self.likelihood, every)
         self._check_room(replace(before, problem=problem), max_products)
         return with_more_data(before, problem, capacity=self._capacity(len(every), max_products))
@@ -449,12 +449,11 @@ class NonConjugateGP(Shareable):
         report: FitReport | None = None,
         identity: dict[str, Any] | None = None,
     ) -> NonConjugateGP:
-        """Go on from a state, and adopt the posterior where that ends; `report` is of the calls before."""
+        """Continue from a state, and adopt the posterior where that ends; `report` is of the calls before."""
         session, digests = session_of(self, checkpoint, name, state, **(identity or {}))
         start: Any = state
-        run: Run[Any] = SolverRun(steps, start, max_products, digests)
-        if isinstance(state, ExactState):
-            run = ExactRun(state, digests)
+        is_exact = isinstance(state, ExactState)
+        run: Run[Any] = ExactRun(start, digests) if is_exact else SolverRun(steps, start, max_products, digests)
         trajectory = drive(
             run,
             start,

@@ -67,8 +67,8 @@ def _product(formula: Formula, X1: Tensor, X2: Tensor, V: Tensor, ranges: Any) -
                 product = matrix @ padded.contiguous()
             except ImportError as error:
                 raise RuntimeError(
-                    f"KeOps is expected to load the formulas it has compiled, but could not ({error}). A build may "
-                    "have been interrupted: call pykeops.clean_pykeops(), or use another method."
+                    f"KeOps must load the formulas that it has compiled; got an error ({error}). A build may have been "
+                    "interrupted. Try pykeops.clean_pykeops(), or another method."
                 ) from error
             parts.append(product[:, : block.shape[1]])
     return torch.cat(parts, 1)

@@ -204,8 +204,8 @@ class Periodic(Stationary):
         found = {len(value) for value in (self.lengthscale, self.period) if value.ndim}
         if len(found) > 1:
             raise ValueError(
-                f"Periodic expects as many lengthscales as periods, or single numbers, but got {len(self.lengthscale)} "
-                f"and {len(self.period)}."
+                f"`lengthscale` and `period` must be single numbers or equally many; got {len(self.lengthscale)} and "
+                f"{len(self.period)}. Try one of each for every coordinate."
             )
         return found.pop() if found else None
 

@@ -240,9 +240,8 @@ class IterNCGPLaplace(Detecting, FittedNetwork):
         clusters = state.clusters if isinstance(state, ClusterState) else None
         if clusters is None or self.posterior.rank != min(clusters.rank, len(self.mean)):
             raise RuntimeError(
-                "attribution expects a posterior fitted with policy='clusters' in this process and not compressed, "
-                "since only then the groups are known: an updated or merged one has them no longer. Call "
-                "fit(train_loader) with all data first."
+                "attribution must follow a fit with policy='clusters' in this process, whose groups are known; got a "
+                "posterior that was loaded, compressed, updated or merged. Try fit(train_loader) with all data first."
             )
         posterior = unfolded(self.posterior, clusters).conditioned(self.prior_precision, self._noise_scale)
         groups, combinations = clusters.group_images(), clusters.combinations()
@@ -387,8 +386,8 @@ class IterNCGPLaplace(Detecting, FittedNetwork):
         parts = list(self._rows_at(x))
         if len(parts) > 1:
             raise ValueError(
-                f"A joint prediction is expected to fit in chunk_bytes at once, but it takes {len(parts)} parts of "
-                f"{self.settings.chunk_bytes / 2**20:.0f} MiB. Raise chunk_bytes, or ask for fewer inputs."
+                f"A joint prediction must fit in chunk_bytes at once; got {len(parts)} parts of "
+                f"{self.settings.chunk_bytes / 2**20:.0f} MiB. Try larger chunk_bytes, or fewer inputs."
             )
         return parts[0]
 
@@ -442,8 +441,6 @@ class IterNCGPLaplace(Detecting, FittedNetwork):
             if prior_precision is not None:
                 self.prior_precision = prior_precision
             if sigma_noise is not None:
-                if self.likelihood != Likelihood.REGRESSION:
-                    raise ValueError("sigma_noise is expected for regression only; classification has no noise to set.")
                 self.sigma_noise = sigma_noise
             check_prior(self)
         return super().log_likelihood - 0.5 * (self.log_det_ratio + self._misfit())
@@ -540,7 +537,7 @@ class IterNCGPLaplace(Detecting, FittedNetwork):
                 grid = torch.logspace(log_prior_prec_min, log_prior_prec_max, grid_size, base=log_prior_prec_base)
                 self.prior_precision = search_grid(
                     self,
-                    _required(val_loader, method),
+                    val_loader,
                     grid.to(self._device),
                     loss=loss,
                     link=link_approx,
@@ -552,7 +549,7 @@ class IterNCGPLaplace(Detecting, FittedNetwork):
                 start = torch.as_tensor(init_prior_prec, dtype=self._dtype, device=self._device).reshape(-1)
                 self.prior_precision, self.temperature = descend(
                     self,
-                    _required(val_loader, method),
+                    val_loader,
                     starting_precision(start, prior_structure, len(self._layer_sizes())),
                     tune_temperature=tune_temperature,
                     num_steps=n_steps,
@@ -561,7 +558,9 @@ class IterNCGPLaplace(Detecting, FittedNetwork):
                     progress_bar=progress_bar,
                 )
             else:
-                raise ValueError(f"method expects 'marglik', 'gridsearch' or 'validation', but got {method!r}.")
+                raise ValueError(
+                    f"`method` must be 'marglik', 'gridsearch' or 'validation'; got {method!r}. Try 'marglik'."
+                )
         if verbose:
             print(f"Optimized prior precision is {self.prior_precision}.")
 
@@ -593,9 +592,3 @@ class IterNCGPLaplace(Detecting, FittedNetwork):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a saved posterior, after checking that it belongs to this model."""
         from_state_dict(self, state_dict)
-
-
-def _required(loader: DataLoader[Any] | None, method: str) -> DataLoader[Any]:
-    if loader is None:
-        raise ValueError(f"method={method!r} expects a val_loader with held-out data, but got none.")
-    return loader

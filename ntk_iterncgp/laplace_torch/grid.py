@@ -48,7 +48,7 @@ class GivenMoments(NamedTuple):
 
 def search_grid(
     la: IterNCGPLaplace,
-    loader: DataLoader[Any],
+    loader: DataLoader[Any] | None,
     grid: Tensor,
     *,
     loss: Any,
@@ -101,7 +101,7 @@ def search_grid(
 
 def descend(
     la: IterNCGPLaplace,
-    loader: DataLoader[Any],
+    loader: DataLoader[Any] | None,
     start: Tensor,
     *,
     tune_temperature: bool,
@@ -124,7 +124,10 @@ def descend(
         return categorical_nll(predictions)
 
     if tune_temperature and la.likelihood == Likelihood.REGRESSION:
-        raise ValueError("tune_temperature=True expects classification; for regression tune sigma_noise by marglik.")
+        raise ValueError(
+            "`tune_temperature` must be False for regression, whose noise is its temperature; got True. Try to tune "
+            "sigma_noise by log_marginal_likelihood."
+        )
     precision, factor = tune_by_gradient(
         la.posterior,
         pass_once(la, loader, progress_bar, layerwise=len(start) > 1, contrasts=contrasts),
@@ -158,7 +161,7 @@ def calibrated(la: IterNCGPLaplace, loader: DataLoader[Any], progress_bar: bool)
 
 def pass_once(
     la: IterNCGPLaplace,
-    loader: DataLoader[Any],
+    loader: DataLoader[Any] | None,
     progress_bar: bool,
     *,
     layerwise: bool = False,
@@ -176,6 +179,11 @@ def pass_once(
     Returns:
         The validation set in parts that fit in `chunk_bytes`, from which the moments at any precision follow.
     """
+    if loader is None:
+        raise ValueError(
+            "`val_loader` must hold data that the network was not trained on; got None. Try method='marglik', which "
+            "takes none."
+        )
     data = FixedOrderData(loader, device=la._device, dict_key_x=la.dict_key_x, dict_key_y=la.dict_key_y)
     shift, parts, takes_few = la.mean - la.prior_mean, [], la._takes_few(contrasts)
     # With little noise a regression's variance is a small difference, at least at some precision of a grid.

@@ -384,7 +384,7 @@ def test_predictions_do_not_depend_on_the_memory_they_are_given(subset: str, row
 
 def test_a_joint_prediction_that_does_not_fit_is_refused() -> None:
     la = fitted(MLP, num_actions=4, chunk_bytes=2 * 2 * 3 * 31 * 8)
-    with pytest.raises(ValueError, match=r"A joint prediction is expected to fit in chunk_bytes at once.*2 parts"):
+    with pytest.raises(ValueError, match=r"A joint prediction must fit in chunk_bytes at once; got 2 parts"):
         la.predictive_moments(MLP.new_inputs(), joint=True)
 
 

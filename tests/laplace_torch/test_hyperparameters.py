@@ -83,7 +83,7 @@ def test_the_evidence_of_few_actions_is_a_lower_bound(
 @subsets
 def test_sigma_noise_is_refused_for_classification(subset: str) -> None:
     la = fitted(MLP, subset)
-    with pytest.raises(ValueError, match="sigma_noise is expected for regression only"):
+    with pytest.raises(ValueError, match="`sigma_noise` must be 1 for classification"):
         la.log_marginal_likelihood(sigma_noise=torch.tensor(0.5))
 
 
@@ -144,9 +144,9 @@ def test_one_precision_per_weight_by_the_evidence_is_refused() -> None:
 
 def test_an_unknown_way_of_tuning_is_refused() -> None:
     la = fitted(MLP)
-    with pytest.raises(ValueError, match="method expects 'marglik', 'gridsearch' or 'validation', but got 'magic'"):
+    with pytest.raises(ValueError, match="`method` must be 'marglik', 'gridsearch' or 'validation'; got 'magic'"):
         la.optimize_prior_precision(method="magic")
-    with pytest.raises(ValueError, match="'gridsearch' expects a val_loader"):
+    with pytest.raises(ValueError, match="`val_loader` must hold data"):
         la.optimize_prior_precision(method="gridsearch")
 
 

@@ -266,7 +266,7 @@ def test_refine_and_attribution_are_for_a_single_fit() -> None:
     la = updated(net)
     with pytest.raises(RuntimeError, match=r"refine must follow a fit in this process; got .* or an updated one"):
         la.refine(part(net, NEW), epochs=1)
-    with pytest.raises(RuntimeError, match="attribution expects a posterior fitted"):
+    with pytest.raises(RuntimeError, match="attribution must follow a fit with policy='clusters'"):
         la.attribution(net.x[:2])
 
 

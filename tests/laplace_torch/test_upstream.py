@@ -277,7 +277,7 @@ def test_the_grid_has_the_base_that_was_asked_for(problem: Problem, flavour: str
     )
     assert float(la.prior_precision) == pytest.approx(math.e) and len(seen) == 4
     close(seen[2], la(x)[1] if problem.is_regression else la(x))
-    with pytest.raises(ValueError, match="expects a val_loader"):
+    with pytest.raises(ValueError, match="`val_loader` must hold data"):
         la.optimize_prior_precision(method="gridsearch")
 
 

@@ -206,9 +206,9 @@ def test_the_temperature_is_tuned_with_the_precision() -> None:
 def test_tuning_says_what_it_needs() -> None:
     case = net("regression")
     la = fitted(case)
-    with pytest.raises(ValueError, match="method='validation' expects a val_loader with held-out data"):
+    with pytest.raises(ValueError, match="`val_loader` must hold data"):
         la.optimize_prior_precision(method="validation")
-    with pytest.raises(ValueError, match="tune_temperature=True expects classification"):
+    with pytest.raises(ValueError, match="`tune_temperature` must be False for regression"):
         la.optimize_prior_precision(method="validation", val_loader=held_out(case), tune_temperature=True)
     with pytest.raises(ValueError, match=r"`prior_structure` must be 'scalar' or 'layerwise', .*; got 'diag'"):
         la.optimize_prior_precision(method="validation", val_loader=held_out(case), prior_structure="diag")
