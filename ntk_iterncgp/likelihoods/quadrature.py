@@ -1,6 +1,10 @@
 """Fixed points for expectations over a latent Gaussian: deterministic and differentiable.
 
-More than one dimension: scrambled Sobol points, paired with their mirror images so that odd moments vanish.
+More than one dimension: scrambled Sobol points, paired with their mirror images so that odd moments vanish. The points
+follow a Cholesky factor of the covariance, the largest output first: quasi-random points are spread best over their
+first dimensions, and a softmax depends most on its likeliest classes. Unlike eigenvectors, which turn with the last bit
+where eigenvalues are nearly equal, the factor is a continuous function of the covariance: so the same input gets the
+same prediction in any batch.
 
 One dimension (one output, or two classes): E[h(m + s z)] to about ten digits whatever m and s are. A response such as a
 sigmoid changes over a few units of f around zero, the density over a few units of z. Gauss–Hermite points know only the
@@ -22,7 +26,7 @@ RESPONSE_CUTS = (-36.0, -12.0, -5.0, -2.0, 0.0, 2.0, 5.0, 12.0, 36.0)  # in f; a
 LEGENDRE_NODES = 10  # per piece
 LINE_POINTS = LEGENDRE_NODES * (len(DENSITY_CUTS) + len(RESPONSE_CUTS) - 1)
 MAX_JITTERS = 12  # each ten times the last
-_JITTER = {torch.float64: 1e-10, torch.float32: 1e-5}
+JITTER = 1e-10  # of a covariance, relative to its mean variance
 
 
 def gaussian_points(
@@ -36,14 +40,14 @@ def gaussian_points(
     Args:
         mean: the latent means.
         covariance: the latent covariances, or those of the contrasts alone.
-        contrasts: an orthonormal basis of what the function depends on.
+        contrasts: an orthonormal basis of what the function depends on, whatever the order of the outputs.
         num_points: how many points, where there is more than one contrast. With one there are `LINE_POINTS`.
 
     Returns:
         The root R = H L of the covariance of the contrasts, points z and weights w, in the dtype of the mean:
         Σ_i w_i h(mean + R z_i) ≈ E[h(f)].
     """
-    spread = contrast_root(covariance, contrasts)
+    spread = contrast_root(mean, covariance, contrasts)
     if contrasts.shape[1] == 1:
         h = contrasts[:, 0].to(mean)
         points, weights = line_points(mean.detach() @ h, spread[..., 0].detach() @ h)
@@ -52,12 +56,25 @@ def gaussian_points(
     return spread, points[None].to(mean.dtype), weights[None].to(mean.dtype)
 
 
-def contrast_root(covariance: Tensor, contrasts: Tensor) -> Tensor:  # (b, C, C) or (b, r, r), (C, r) -> (b, C, r)
-    """H L, with LLᵀ the covariance of the contrasts Hᵀf: what is the same for all classes does not change a softmax."""
-    contrasts = contrasts.to(covariance)
-    if covariance.shape[-1] != contrasts.shape[1]:
-        covariance = contrasts.T @ covariance @ contrasts
-    return contrasts @ covariance_root(covariance)
+def contrast_root(mean: Tensor, covariance: Tensor, contrasts: Tensor) -> Tensor:  # -> (b, C, r)
+    """R with RRᵀ the covariance of H Hᵀf: what is the same for all classes does not change a softmax.
+
+    R = H L for the Cholesky factor L of the contrasts Hᵀf, with the rows of H in the order of the means.
+
+    Args:
+        mean: the latent means (b, C).
+        covariance: the latent covariances (b, C, C), or (b, r, r) those of Hᵀf.
+        contrasts: H (C, r).
+
+    Returns:
+        The root, in the dtype of the covariance.
+    """
+    H = contrasts.to(covariance)
+    if H.shape[1] == 1:
+        return H @ covariance_root(covariance if covariance.shape[-1] == 1 else H.T @ covariance @ H)
+    ranked = H[mean.detach().argsort(dim=1, descending=True, stable=True).argsort(1)]  # (b, C, r)
+    change = ranked if covariance.shape[-1] == len(H) else H.T @ ranked
+    return ranked @ covariance_root(change.mT @ covariance @ change)
 
 
 def line_points(mean: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor]:  # (b,), (b,) -> (b, q), (b, q)
@@ -86,28 +103,19 @@ def normal_points(num_outputs: int, num_points: int, device: torch.device) -> tu
 
 
 def covariance_root(covariance: Tensor) -> Tensor:  # (..., C, C)
-    """R with RRᵀ = covariance, for positive semidefinite matrices too.
-
-    The directions of most variance come first, where quasi-random points are spread best: with ten outputs this takes
-    half as many points for the same error. Where a gradient is asked for it is a Cholesky factor, since eigenvectors
-    of equal eigenvalues have none.
-    """
+    """The Cholesky factor, for positive semidefinite matrices too: computed in float64, with as little added as it takes."""
     if covariance.shape[-1] == 1:
         return covariance.clamp_min(1e-300 if covariance.dtype == torch.float64 else 1e-36).sqrt()
-    root: Tensor
-    if covariance.requires_grad:
-        size = covariance.diagonal(dim1=-2, dim2=-1).detach().mean(-1)[..., None, None].clamp_min(1e-30)
-        eye = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
-        jitter = _JITTER[covariance.dtype] * size
-        for _ in range(MAX_JITTERS):  # a variance that is nearly all removed may come out negative in rounding
-            root, info = torch.linalg.cholesky_ex(covariance + jitter * eye)
-            if not bool(info.any()):
-                return root
-            jitter = torch.where(info[..., None, None] > 0, 10 * jitter, jitter)
-        raise ArithmeticError("Expected a covariance that is positive semidefinite up to rounding, but it is not.")
-    values, vectors = torch.linalg.eigh(covariance)
-    root = (vectors * values.clamp_min(0).sqrt()[..., None, :]).flip(-1)
-    return root
+    wide = covariance.double()
+    size = wide.diagonal(dim1=-2, dim2=-1).detach().mean(-1)[..., None, None].clamp_min(1e-30)
+    eye = torch.eye(wide.shape[-1], dtype=wide.dtype, device=wide.device)
+    jitter = JITTER * size
+    for _ in range(MAX_JITTERS):  # a variance that is nearly all removed may come out negative in rounding
+        root, info = torch.linalg.cholesky_ex(wide + jitter * eye)
+        if not bool(info.any()):
+            return root.to(covariance.dtype)
+        jitter = torch.where(info[..., None, None] > 0, 10 * jitter, jitter)
+    raise ArithmeticError("Expected a covariance that is positive semidefinite up to rounding, but it is not.")
 
 
 def standard_normal_quantile(level: float) -> float:

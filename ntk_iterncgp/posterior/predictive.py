@@ -70,7 +70,7 @@ def expected_response(
 
     def some(mean: Tensor, covariance: Tensor) -> Tensor:
         if link == "mc":
-            return likelihood.response(mean[:, None] + samples @ contrast_root(covariance, contrasts).mT).mean(1)
+            return likelihood.response(mean[:, None] + samples @ contrast_root(mean, covariance, contrasts).mT).mean(1)
         root, points, weights = gaussian_points(mean, covariance, contrasts, num_samples)
         response = likelihood.response(mean[:, None] + points @ root.mT)  # (b, q, C)
         return (weights[..., None] * response).sum(1)

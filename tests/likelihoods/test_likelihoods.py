@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ntk_iterncgp.likelihoods import Bernoulli, Gaussian, Likelihood, Poisson, Softmax
 from ntk_iterncgp.likelihoods.base import CURVATURE_FLOOR
-from ntk_iterncgp.likelihoods.quadrature import covariance_root, line_points, normal_points
+from ntk_iterncgp.likelihoods.quadrature import contrast_root, covariance_root, line_points, normal_points
 from tests import oracles
 
 N = 6
@@ -180,7 +180,16 @@ def test_the_points_of_a_line_have_the_moments_of_a_normal_wherever_they_are_cut
 def test_the_root_of_a_covariance_squares_to_it_also_where_it_is_singular() -> None:
     half = draw(5, 4, 2)
     root = covariance_root(half @ half.mT)
-    close(root @ root.mT, half @ half.mT)
+    close(root @ root.mT, half @ half.mT, 1e-8)
+
+
+def test_points_do_not_turn_with_the_last_bit_where_variances_are_nearly_equal() -> None:
+    H, mean, change = Softmax(7).contrasts(CPU), draw(4, 7), 1e-7 * draw(4, 7, 7)
+    covariance = 25 * torch.eye(7, dtype=torch.float64).expand(4, 7, 7)
+    root, moved = (contrast_root(mean, given, H) for given in (covariance, covariance + change @ change.mT))
+    close(moved, root, 1e-12)
+    close(root @ root.mT, H @ H.T @ covariance @ H @ H.T, 1e-8)
+    close(contrast_root(mean, H.T @ covariance @ H, H), root)  # the same from the covariance of the contrasts alone
 
 
 @pytest.mark.parametrize("name", NAMES)
