@@ -34,17 +34,15 @@ from ntk_iterncgp.likelihoods import Softmax
 from ntk_iterncgp.posterior.calibration import Calibration
 from ntk_iterncgp.posterior.contrasts import (
     FEW_CLASSES,
-    HEAD,
-    MANY_CLASSES_POINTS,
     Shape,
     checked_contrasts,
-    contrasts_needed,
     leading_contrasts,
 )
 from ntk_iterncgp.posterior.predictive import (
     KnownContrasts,
     Uncertainty,
     classification_uncertainty,
+    default_points,
     expected_response,
     in_order,
     regression_uncertainty,
@@ -103,7 +101,7 @@ class IterNCGPLaplace(Detecting, FittedNetwork):
         checked_contrasts(contrasts)
         if link_approx in QUADRATURE:
             if self.likelihood == Likelihood.CLASSIFICATION and pred_type == PredType.GP:
-                default = 512 if self._num_classes <= HEAD + 1 else MANY_CLASSES_POINTS
+                default = default_points(self._num_classes)
                 number = default if n_samples is None else whole_number("n_samples", n_samples, at_least=1)
                 with full_precision(self._device):
                     return self._by_tokens(self._by_quadrature(x, number, contrasts), x)
@@ -150,7 +148,7 @@ class IterNCGPLaplace(Detecting, FittedNetwork):
             self._check_fitted()
             self._check_nonempty_inputs(x)
             if self._takes_few(contrasts):
-                parts, shape = self._known(x, contrasts)
+                parts, shape = self._known(x, contrasts, least=0)
                 found = [part.probabilities(shape, num_points) for part in parts]
                 return in_order(parts, found).to(self._dtype)
             # It depends on differences between the outputs alone: one backward pass less.
@@ -326,30 +324,47 @@ class IterNCGPLaplace(Detecting, FittedNetwork):
         is_small = C <= FEW_CLASSES or len(self.mean) <= SMALL_NETWORK
         return contrasts == "auto" and not is_small and self._posterior_now().shape is not None
 
-    def _known(self, x: Inputs, contrasts: int | str) -> tuple[list[KnownContrasts], Shape]:
-        """The covariance of the leading contrasts at each input, and the shape of the others."""
+    def _known(self, x: Inputs, contrasts: int | str, *, least: int = 1) -> tuple[list[KnownContrasts], Shape]:
+        """The covariance of the leading contrasts at each input, and the shape of the others.
+
+        Of "auto" at least as many contrasts. Where there are none, it is the covariance expected at a typical input.
+        """
         posterior = self._posterior_now()
         shape = posterior.shape or Shape.independent(self.n_outputs, self._device)
+        parts = []
         with exclusively(self.model), evaluating(self.model), self._gradients():
-            parts = [
-                KnownContrasts(where, *self._tempered(rows.outputs.double(), posterior.covariance(rows)))
-                for where, rows in self._rows_of_few(x, contrasts, shape.softening)
-            ]
-        return parts, shape
+            jacobian, inputs = self._jacobian_at(x)
+            number: int | Tensor
+            if isinstance(contrasts, int):
+                number = contrasts
+            else:
+                expected = self._expected(jacobian, inputs, shape)
+                number = expected.more_needed(shape).clamp_min(least if shape.is_typical else 1)
+                parts.append(expected.at((number == 0).nonzero()[:, 0]))
+            for where, rows in self._rows_of_few(jacobian, inputs, number):
+                known = self._tempered(rows.outputs.double(), posterior.covariance(rows))
+                parts.append(KnownContrasts(where, *known))
+        return [part for part in parts if len(part.where)], shape
+
+    def _expected(self, jacobian: NetworkJacobian, inputs: Inputs, shape: Shape) -> KnownContrasts:
+        """What is expected of the inputs before any contrast is known: outputs, and the variance of a typical margin."""
+        outputs = self._outputs_of(jacobian, inputs).double()
+        everywhere = torch.arange(len(outputs), device=self._device)
+        return KnownContrasts(
+            everywhere, *self._tempered(outputs, torch.full_like(outputs[:, :1, None], shape.margin))
+        )
 
     def _rows_of_few(
-        self, x: Inputs, contrasts: int | str, softening: float
+        self, jacobian: NetworkJacobian, inputs: Inputs, number: int | Tensor
     ) -> Iterator[tuple[Tensor, Rows]]:  # (b,), and rows at these inputs
-        """The rows of leading contrasts: of k at all inputs, or of the same number at a time where each has its own."""
-        jacobian, inputs = self._jacobian_at(x)
+        """The rows of leading contrasts: of a number at all inputs, or of the same number at a time if each has its own."""
         everywhere = torch.arange(self._num_inputs(inputs), device=self._device)
-        if isinstance(contrasts, int):
-            groups = {contrasts: everywhere}
+        if isinstance(number, int):
+            groups = {number: everywhere}
         else:
-            needed = contrasts_needed(self._outputs_of(jacobian, inputs), softening)
-            groups = {k: everywhere[needed == k] for k in needed.unique().tolist()}
+            groups = {k: everywhere[number == k] for k in number.unique().tolist() if k}
         for k, where in groups.items():
-            some = inputs if len(groups) == 1 else slice_rows(inputs, where, len(everywhere))
+            some = inputs if len(where) == len(everywhere) else slice_rows(inputs, where, len(everywhere))
             start, of_these = 0, partial(leading_contrasts, number=k)
             for rows in jacobian.rows_in_parts(some, len(where), of_these, k, self.settings.chunk_bytes):
                 yield where[start : start + len(rows.outputs)], rows
@@ -358,8 +373,16 @@ class IterNCGPLaplace(Detecting, FittedNetwork):
     def _rows_to_tune(self, x: Inputs, contrasts: int | str) -> Iterator[tuple[Tensor, Rows]]:
         """As many rows as any prior precision asks for, and where among the inputs they are."""
         if self._takes_few(contrasts):
-            reference = self.posterior.reference
-            yield from self._rows_of_few(x, contrasts, 1.0 if reference is None else reference.softest)
+            jacobian, inputs = self._jacobian_at(x)
+            number: int | Tensor
+            if isinstance(contrasts, int):
+                number = contrasts
+            else:
+                shape = self._posterior_now().shape
+                assert shape is not None and self.posterior.reference is not None
+                softest = Shape(shape.matrix, self.posterior.reference.softest)
+                number = self._expected(jacobian, inputs, softest).more_needed(softest).clamp_min(1)
+            yield from self._rows_of_few(jacobian, inputs, number)
             return
         start = 0
         for rows in self._rows_at(x):
@@ -367,11 +390,10 @@ class IterNCGPLaplace(Detecting, FittedNetwork):
             start += len(rows.outputs)
 
     def _outputs_of(self, jacobian: NetworkJacobian, inputs: Inputs) -> Tensor:  # (b, C)
-        """The network's outputs, without their derivatives."""
+        """The network's outputs alone."""
         num_inputs = self._num_inputs(inputs)
-        with torch.no_grad():
-            parts = jacobian.parts(inputs, num_inputs, 1, self.settings.chunk_bytes)
-            return torch.cat([jacobian.forward(slice_rows(inputs, part, num_inputs)) for part in parts])
+        parts = jacobian.parts(inputs, num_inputs, 1, self.settings.chunk_bytes)
+        return torch.cat([jacobian.forward(slice_rows(inputs, part, num_inputs)) for part in parts])
 
     def _num_inputs(self, inputs: Inputs) -> int:
         return len(inputs[self.dict_key_x] if isinstance(inputs, Mapping) else inputs)

@@ -384,8 +384,9 @@ class FittedNetwork(BaseFunctionalLaplace):
             rows = jacobian.rows_in_parts(
                 some, number, Reference.contrasts, Reference.num_rows(C), self.settings.chunk_bytes
             )
-            reference = Reference.of(rows, posterior.images)
-        return replace(found, posterior=replace(posterior, reference=reference))
+            gram = posterior.unit_gram
+            reference = Reference.of(rows, posterior.images, gram + posterior.rounding(gram), posterior.noise_gram)
+        return replace(found, posterior=replace(posterior, reference=reference).with_gram(gram))
 
     def _check_hyperparameters(self) -> None:
         """Again, since they may have been set."""

@@ -156,7 +156,11 @@ def _check_reference(posterior: Mapping[str, Any], rank: int) -> None:
     if reference.keys() != {f.name for f in fields(Reference)}:
         raise _damaged("reference", f"made of {_short(sorted(map(str, reference)))}")
     M, h = len(_finite(reference, "margins")), Reference.num_rows(_part(reference, "num_outputs", int))
-    for name, shape in (("prior", (M, h, h)), ("cross", (M, h, rank)), ("margins", (M,))):
+    if _part(reference, "is_of_part", bool):
+        rank = len(_finite(reference, "gram"))
+    square = (rank, rank)
+    shapes = {"prior": (M, h, h), "cross": (M, h, rank), "gram": square, "noise": square, "margins": (M,)}
+    for name, shape in shapes.items():
         if tuple(_finite(reference, name).shape) != shape or M == 0:
             raise _damaged(name, f"a tensor of shape {tuple(reference[name].shape)}")
 

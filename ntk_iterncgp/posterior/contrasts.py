@@ -35,9 +35,9 @@ HEAD = 24  # contrasts of the likeliest class that the shape is learnt from
 ALIKE = 8  # the last of these stand for all ranks beyond
 REFERENCE_INPUTS, REFERENCE_SHARE = 32, 0.03  # at most so many, and so much of the rows of all data
 FEW_CLASSES = 4  # up to which "auto" takes all contrasts
-NEGLECTED = 0.1  # softened probability of the classes that no contrast knows
+NEGLECTED, GROWTH = 0.002, 1.6  # probability that "auto" leaves to classes no contrast knows: of none, and of each more
 MARGINS = 2.0  # posterior standard deviations in the median margin, beyond which "auto" does not soften
-NUMBERS = (1, 3, 6, 9)  # of contrasts that "auto" chooses from: few numbers make large batches
+NUMBERS = (0, 1, 2, 3, 4, 6, 9)  # of contrasts that "auto" chooses from: few numbers make large batches
 SPREAD = 3  # contrasts where the most of these are not enough
 MANY_CLASSES_POINTS = 128  # of quadrature, beyond `HEAD` ranks
 JITTER = 1e-9  # of a shape, relative to its largest entry
@@ -77,21 +77,20 @@ def leading_contrasts(outputs: Tensor, number: int, *, with_level: bool = False)
     return found.mT
 
 
-def contrasts_needed(outputs: Tensor, variance: float) -> Tensor:  # (b, C) -> (b,)
-    """The least k of `NUMBERS` at each input whose k + 1 classes leave out at most `NEGLECTED` of the probability.
+def contrasts_needed(probabilities: Tensor) -> Tensor:  # (b, C) -> (b,)
+    """The least k of `NUMBERS` at each input that leaves at most `NEGLECTED` · `GROWTH`ᵏ to the classes beyond k + 1.
 
-    Of that softened by a variance of each logit, π̃ = softmax(f / √(1 + π v / 8)). Where the most contrasts leave out
-    more, it is spread over so many classes that none of them matters much, and `SPREAD` must do.
+    The fewer classes are left, the less their variance matters. Where the most contrasts leave out more, the
+    probability is spread over so many classes that none of them matters much, and `SPREAD` must do.
 
     Args:
-        outputs: of the network.
-        variance: v.
+        probabilities: as expected before any contrast is known, from the covariance of a typical input.
     """
-    softened = (outputs.detach().double() / math.sqrt(1 + math.pi / 8 * variance)).softmax(1).sort(1).values
-    beyond = softened.cumsum(1).flip(1)[:, 2:]  # by the classes of rank 3, 4, … and all that follow
-    needed = 1 + (beyond > NEGLECTED).sum(1)
-    numbers = torch.tensor([*NUMBERS, SPREAD], device=outputs.device)
-    return numbers[torch.bucketize(needed, numbers[:-1])].clamp_max(outputs.shape[1] - 1)
+    ranked = probabilities.detach().double().sort(1, descending=True).values
+    beyond = ranked.flip(1).cumsum(1).flip(1)[:, 1:]  # by the classes of rank 2, 3, … and all that follow
+    limits = NEGLECTED * GROWTH ** torch.arange(beyond.shape[1], dtype=torch.float64, device=beyond.device)
+    numbers = torch.tensor([*NUMBERS, SPREAD], device=beyond.device)
+    return numbers[torch.bucketize((beyond > limits).sum(1), numbers[:-1])].clamp_max(beyond.shape[1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,12 +99,15 @@ class Reference:
 
     prior: Tensor  # D J Jᵀ Dᵀ (M, h, h)
     cross: Tensor  # D J A (M, h, B)
+    gram: Tensor  # AᵀA, with the noise of rounding (B, B)
+    noise: Tensor  # R (B, B)
     margins: Tensor  # between the two largest outputs (M,)
     num_outputs: int  # C
+    is_of_part: bool = False  # whether A are the actions of one of several posteriors that were merged
 
     @classmethod
-    def of(cls, parts: Iterable[Rows], images: Tensor) -> Reference | None:
-        """From the rows of `Reference.contrasts` at some inputs, and A; None where there are no inputs."""
+    def of(cls, parts: Iterable[Rows], images: Tensor, gram: Tensor, noise: Tensor) -> Reference:
+        """From the rows of `Reference.contrasts` at some inputs, and the posterior there."""
         unit = torch.ones(len(images), dtype=torch.float64, device=images.device)
         found = []
         for rows in parts:
@@ -113,10 +115,8 @@ class Reference:
             top = rows.outputs.double().topk(2, 1).values
             found.append((prior, cross.to(images.dtype), top[:, 0] - top[:, 1]))
             num_outputs = rows.outputs.shape[1]
-        if not found:
-            return None
-        priors, crosses, margins = zip(*found, strict=True)
-        return cls(torch.cat(priors), torch.cat(crosses), torch.cat(margins), num_outputs)
+        prior, cross, margins = map(torch.cat, zip(*found, strict=True))
+        return cls(prior, cross, gram, noise, margins, num_outputs)
 
     @staticmethod
     def num_rows(num_outputs: int) -> int:
@@ -129,8 +129,12 @@ class Reference:
         return leading_contrasts(outputs, Reference.num_rows(outputs.shape[1]) - 1, with_level=True)
 
     def combined(self, coefficients: Tensor) -> Reference:  # (B, R)
-        """For combinations of the actions."""
-        return replace(self, cross=(self.cross.double() @ coefficients).to(self.cross.dtype))
+        """For combinations of the actions; what one of several posteriors had learnt stays as it was."""
+        if self.is_of_part:
+            return self
+        cross = (self.cross.double() @ coefficients).to(self.cross.dtype)
+        gram, noise = (coefficients.T @ matrix @ coefficients for matrix in (self.gram, self.noise))
+        return replace(self, cross=cross, gram=gram, noise=noise)
 
     @property
     def softest(self) -> float:
@@ -138,7 +142,7 @@ class Reference:
         return float((self.margins.median() / MARGINS).square())
 
     def to_dict(self) -> dict[str, Tensor | int]:
-        """Plain tensors, and a number."""
+        """Plain tensors and numbers."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @classmethod
@@ -147,13 +151,14 @@ class Reference:
         moved: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in saved.items()}
         return cls(**moved)
 
-    def shape(self, factor: Factor, precision: Tensor) -> Shape:
-        """The mean of Σ/V₁₁ for a scalar precision δ, with M(δ) factored."""
+    def shape(self, precision: Tensor, noise_scale: Tensor) -> Shape:
+        """The mean of Σ/V₁₁ for a scalar precision δ and τ."""
+        factor = Factor(self.gram / precision + noise_scale.double() * self.noise)
         half = factor.half_solve(self.cross.double().flatten(0, 1).T / precision).T.unflatten(0, self.cross.shape[:2])
         covariance = self.prior / precision - half @ half.mT  # (M, h, h)
         margin = covariance[:, 0, 0].clamp_min(1e-300)
         mean = (covariance / margin[:, None, None]).mean(0)
-        return Shape(_all_ranks(mean, self.num_outputs), min(float(margin.mean()), self.softest))
+        return Shape(_all_ranks(mean, self.num_outputs), float(margin.mean()), self.softest)
 
 
 def _all_ranks(head: Tensor, num_outputs: int) -> Tensor:  # (h, h) -> (C, C)
@@ -181,9 +186,10 @@ def _all_ranks(head: Tensor, num_outputs: int) -> Tensor:  # (h, h) -> (C, C)
 class Shape:
     """S̄ in the coordinates u, and what is filled in by it."""
 
-    def __init__(self, matrix: Tensor, softening: float) -> None:
+    def __init__(self, matrix: Tensor, margin: float, softest: float = math.inf) -> None:
         self.matrix = matrix  # (C, C)
-        self.softening = softening  # the variance by which `contrasts_needed` softens probabilities
+        self.margin = min(margin, softest)  # V₁₁ as expected, of which "auto" decides
+        self.is_typical = margin <= softest  # else no input is left without a contrast
         self._given: dict[int, Given] = {}
 
     @classmethod
@@ -203,12 +209,7 @@ class Shape:
             inverse = torch.cholesky_inverse(torch.linalg.cholesky(shape[:k, :k]))
             gain = torch.cat([eye[:k, :k], shape[k:, :k] @ inverse])
             rest = shape - gain @ shape[:k]
-            contrasts = 0.5 * (rest + rest.T)[k:-1, k:-1]
-            root = (
-                covariance_root(contrasts)
-                if C <= HEAD + 1
-                else torch.linalg.cholesky(contrasts + JITTER * eye[k:-1, k:-1])
-            )
+            root = covariance_root(0.5 * (rest + rest.T)[k:-1, k:-1])
             self._given[number] = Given(inverse, gain, rest, torch.cat([eye[:k, k:-1], root]))
         return self._given[number]
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ntk_iterncgp.linalg.factor import inner_products
+from ntk_iterncgp.posterior.contrasts import Reference
 from ntk_iterncgp.posterior.weight_space import DERIVATIVE_ROUNDINGS, WeightPosterior
 
 
@@ -46,9 +47,19 @@ def merge_posteriors(parts: Sequence[WeightPosterior]) -> WeightPosterior:
         if folded
         else None,
         rounding_gram=torch.block_diag(*(part.unit_rounding() for part in parts)) if own_rounding else None,
-        reference=None,  # its inputs have not met the actions of the other parts
+        reference=_reference_of(parts),
     )
     return joint.with_gram(_joint_gram(parts, joint.images))
+
+
+def _reference_of(parts: Sequence[WeightPosterior]) -> Reference | None:
+    """That of the part with the most data, as it was there: its inputs have not met the actions of the others."""
+    known = [part for part in parts if part.reference is not None]
+    if not known:
+        return None
+    largest = max(known, key=lambda part: (part.curvature_rank, float(part.noise_gram.trace())))
+    assert largest.reference is not None
+    return replace(largest.reference, is_of_part=True)
 
 
 def bounded(

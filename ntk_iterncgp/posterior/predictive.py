@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ntk_iterncgp.likelihoods import Likelihood, Softmax
 from ntk_iterncgp.likelihoods.quadrature import LINE_POINTS, contrast_root, gaussian_points, standard_normal_quantile
-from ntk_iterncgp.posterior.contrasts import HEAD, Shape, ranking
+from ntk_iterncgp.posterior.contrasts import HEAD, MANY_CLASSES_POINTS, Shape, contrasts_needed, ranking
 from ntk_iterncgp.runtime.validate import whole_number
 
 LINKS = ("probit", "quadrature", "mc")
@@ -87,11 +87,19 @@ def _in_chunks(function: Callable[..., Tensor], mean: Tensor, covariance: Tensor
 
 @dataclass(frozen=True, eq=False)
 class KnownContrasts:
-    """Inputs at which the same number of contrasts is known."""
+    """Inputs at which the same number of contrasts is known, or one is expected to be as at a typical input."""
 
     where: Tensor  # among all inputs (b,)
     outputs: Tensor  # of the network (b, C), by which classes are ranked
     covariance: Tensor  # V (b, k, k)
+
+    def at(self, some: Tensor) -> KnownContrasts:  # (s,)
+        """Some of the inputs."""
+        return KnownContrasts(self.where[some], self.outputs[some], self.covariance[some])
+
+    def more_needed(self, shape: Shape) -> Tensor:  # (b,)
+        """How many contrasts "auto" takes, by probabilities from a fourth of the points of a prediction."""
+        return contrasts_needed(self.probabilities(shape, default_points(self.outputs.shape[1]) // 4))
 
     def filled(self, shape: Shape) -> Tensor:  # (b, C, C)
         """Σ̂."""
@@ -110,6 +118,11 @@ class KnownContrasts:
         parts = [slice(start, start + size) for start in range(0, len(order), size)]
         by_rank = torch.cat([values(part).softmax(2).mean(1) for part in parts])
         return by_rank.gather(1, order.argsort(1)).to(self.outputs)
+
+
+def default_points(num_outputs: int) -> int:
+    """How many points of quadrature a softmax takes."""
+    return 512 if num_outputs <= HEAD + 1 else MANY_CLASSES_POINTS
 
 
 def in_order(parts: Sequence[KnownContrasts], results: Sequence[Tensor]) -> Tensor:

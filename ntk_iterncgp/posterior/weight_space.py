@@ -143,13 +143,12 @@ class WeightPosterior:
 
         A precision for each layer or weight counts as the one that scales tr(AᵀΛ⁻¹A) as much.
         """
-        if self.reference is None or self.reference.cross.shape[-1] != self.rank:
+        if self.reference is None:
             return None
         precision = prior_precision.detach().double()
         if len(precision) > 1:
             precision = self.unit_gram.trace() / self.gram(precision).trace().clamp_min(1e-300)
-        factor = self.factor(precision.reshape(1), noise_scale.detach())
-        return self.reference.shape(factor, precision.reshape(()))
+        return self.reference.shape(precision.reshape(()), noise_scale.detach())
 
     # --- predictions ----------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ntk_iterncgp  # noqa: F401  registers the flavours
+from ntk_iterncgp.laplace_torch import base
 from ntk_iterncgp.posterior.contrasts import (
     HEAD,
     Reference,
@@ -83,11 +84,12 @@ def test_contrasts_are_of_the_likeliest_class_against_the_next_ones() -> None:
 
 
 def test_as_many_contrasts_are_needed_as_classes_have_a_say() -> None:
-    outputs = torch.full((3, 8), -30.0)
+    outputs = torch.full((4, 8), -30.0)
     outputs[0, 3], outputs[1, :2], outputs[2, :5] = 0.0, 0.0, 0.0
-    assert contrasts_needed(outputs, 0.0).tolist() == [1, 1, 6]
-    assert contrasts_needed(outputs, 400.0).tolist() == [6, 6, 6]
-    assert (contrasts_needed(torch.zeros(1, 500), 1.0) == 3).all()  # so many classes that none of them matters
+    outputs[3, 0], outputs[3, 5] = 5.0, -1.0  # .0025 to the second class
+    assert contrasts_needed(outputs.softmax(1)).tolist() == [0, 1, 4, 1]
+    assert contrasts_needed(torch.full((1, 8), 1 / 8)).tolist() == [7]
+    assert contrasts_needed(torch.full((1, 500), 1 / 500)).tolist() == [3]  # so many that none of them matters
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "most", None])
@@ -225,6 +227,7 @@ def test_the_prediction_with_more_contrasts_comes_nearer_to_that_with_all() -> N
 # Ways of asking
 
 
+@cache
 def large() -> Any:
     """So large that "auto" takes few contrasts, with as many data as afford a shape of ten inputs."""
     model = network(width=1500, dtype=torch.float32)
@@ -233,29 +236,41 @@ def large() -> Any:
     return la
 
 
-def test_predictions_do_not_depend_on_the_batch() -> None:
-    la, x = large(), NEW.float()
-    for k in ("auto", 1, 3):
-        whole = la(x, link_approx="quadrature", contrasts=k)
-        alone = torch.cat([la(part, link_approx="quadrature", contrasts=k) for part in x.split(2)])
-        torch.testing.assert_close(whole, alone, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(
-            whole.flip(0), la(x.flip(0), link_approx="quadrature", contrasts=k), rtol=1e-4, atol=1e-5
-        )
+@pytest.mark.parametrize(("contrasts", "precision"), [("auto", 0.5), ("auto", 300.0), (1, 0.5), (3, 0.5), ("all", 0.5)])
+def test_predictions_do_not_depend_on_the_batch(contrasts: Any, precision: float) -> None:
+    la, x, arguments = copy.copy(large()), NEW.float(), {"link_approx": "quadrature", "contrasts": contrasts}
+    la.prior_precision = precision
+    whole = la(x, **arguments)
+    alone = torch.cat([la(part, **arguments) for part in x.split(2)])
+    torch.testing.assert_close(whole, alone, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(whole.flip(0), la(x.flip(0), **arguments), rtol=1e-4, atol=1e-5)
 
 
-def test_auto_takes_fewer_contrasts_than_all_of_a_large_network() -> None:
-    la = large()
-    numbers = {rows.written_out().shape[1] for _, rows in la._rows_of_few(NEW.float(), "auto", 0.0)}
-    assert min(numbers) < CLASSES - 1
-    peaked = copy.copy(la)
-    peaked.prior_precision = 1e6  # next to no variance: nothing is softened
-    assert peaked._posterior_now().shape.softening < la._posterior_now().shape.softening
+def taken(la: Any, x: Tensor, least: int) -> list[int]:
+    """How many contrasts "auto" takes, from least to most: none where nothing has more than its expected variance."""
+    parts, shape = la._known(x, "auto", least=least)
+    expected = shape.margin / la.output_temperature**2
+    found = [0 if bool((part.covariance == expected).all()) else part.covariance.shape[1] for part in parts]
+    return sorted(found)
 
 
-@pytest.mark.parametrize("contrasts", [1, 3, "all"])
-def test_gradients_come_to_the_inputs(contrasts: Any) -> None:
-    la = fitted(enable_backprop=True)
+def test_auto_takes_no_contrast_where_the_classes_are_certain_and_says_so_in_probabilities_alone() -> None:
+    la = copy.copy(large())
+    assert max(taken(la, NEW.float(), 0)) == CLASSES - 1  # nothing is certain
+    la.prior_precision, la.output_temperature = 1e6, 0.1  # next to no variance
+    assert taken(la, NEW.float(), 0)[0] == 0
+    assert taken(la, NEW.float(), 1)[0] == 1
+    found, expected = (la(NEW.float(), link_approx="quadrature", contrasts=k) for k in ("auto", "all"))
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)
+    exact = la.uncertainty(NEW.float(), contrasts="all").margin_variance
+    torch.testing.assert_close(la.uncertainty(NEW.float()).margin_variance, exact, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("contrasts", [1, 3, "all", "auto"])
+def test_gradients_come_to_the_inputs(contrasts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "SMALL_NETWORK", 0)  # so that "auto" is not all
+    la = copy.copy(fitted(enable_backprop=True))
+    la.prior_precision = 30.0
     x = NEW[:2].clone().requires_grad_()
     (gradient,) = torch.autograd.grad(la(x, link_approx="quadrature", contrasts=contrasts)[:, 0].sum(), x)
     step, values = 1e-5 * torch.ones_like(x), []
@@ -341,7 +356,27 @@ def test_the_shape_is_saved_and_follows_compression_and_refinement() -> None:
     assert other.posterior.reference.cross.shape[2] == other.posterior.rank
 
 
-@pytest.mark.parametrize("part", ["prior", "cross", "margins", "num_outputs"])
+def test_a_merged_posterior_takes_the_shape_of_its_larger_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "SMALL_NETWORK", 0)  # so that "auto" is not all
+    one, two = copy.copy(fitted()), Laplace(network(), "classification", "all", "iterncgp", prior_precision=0.5)
+    x = torch.randn(20, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    two.fit(DataLoader(TensorDataset(x, two.model(x).argmax(1)), 10))
+    shape = one._posterior_now().shape.matrix
+    for first, second in ((one, two), (two, one)):
+        merged = copy.copy(first)
+        merged.merge(second)
+        assert merged.posterior.rank > fitted().posterior.rank
+        torch.testing.assert_close(merged._posterior_now().shape.matrix, shape)
+        few, whole = (merged(NEW, link_approx="quadrature", contrasts=k) for k in ("auto", "all"))
+        assert 0 < float((few - whole).abs().sum(1).mean()) < 0.1
+        merged.compress(10)
+        torch.testing.assert_close(merged._posterior_now().shape.matrix, shape)
+        loaded = Laplace(network(), "classification", "all", "iterncgp")
+        loaded.load_state_dict(merged.state_dict())
+        assert loaded.posterior.reference.is_of_part
+
+
+@pytest.mark.parametrize("part", ["prior", "cross", "gram", "noise", "margins", "num_outputs"])
 def test_a_damaged_shape_is_refused(part: str) -> None:
     state = fitted().state_dict()
     reference = dict(state["posterior"]["reference"])
