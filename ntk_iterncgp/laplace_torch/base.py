@@ -347,17 +347,15 @@ class IterNCGPLaplace(Detecting, FittedNetwork):
         return [part for part in parts if len(part.where)], shape
 
     def _expected(self, jacobian: NetworkJacobian, inputs: Inputs, shape: Shape) -> KnownContrasts:
-        """What is expected of the inputs before any contrast is known: outputs, and the variance of a typical margin."""
+        """What is expected before any contrast is known: the outputs, and the variance of a typical margin."""
         outputs = self._outputs_of(jacobian, inputs).double()
         everywhere = torch.arange(len(outputs), device=self._device)
-        return KnownContrasts(
-            everywhere, *self._tempered(outputs, torch.full_like(outputs[:, :1, None], shape.margin))
-        )
+        return KnownContrasts(everywhere, *self._tempered(outputs, torch.full_like(outputs[:, :1, None], shape.margin)))
 
     def _rows_of_few(
         self, jacobian: NetworkJacobian, inputs: Inputs, number: int | Tensor
     ) -> Iterator[tuple[Tensor, Rows]]:  # (b,), and rows at these inputs
-        """The rows of leading contrasts: of a number at all inputs, or of the same number at a time if each has its own."""
+        """The rows of as many leading contrasts at all inputs, or of one number after the other if each has its own."""
         everywhere = torch.arange(self._num_inputs(inputs), device=self._device)
         if isinstance(number, int):
             groups = {number: everywhere}

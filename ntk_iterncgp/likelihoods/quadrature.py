@@ -103,13 +103,14 @@ def normal_points(num_outputs: int, num_points: int, device: torch.device) -> tu
 
 
 def covariance_root(covariance: Tensor) -> Tensor:  # (..., C, C)
-    """The Cholesky factor, for positive semidefinite matrices too: computed in float64, with as little added as it takes."""
+    """The Cholesky factor, for positive semidefinite matrices too: in float64, with as little added as it takes."""
     if covariance.shape[-1] == 1:
         return covariance.clamp_min(1e-300 if covariance.dtype == torch.float64 else 1e-36).sqrt()
     wide = covariance.double()
     size = wide.diagonal(dim1=-2, dim2=-1).detach().mean(-1)[..., None, None].clamp_min(1e-30)
     eye = torch.eye(wide.shape[-1], dtype=wide.dtype, device=wide.device)
     jitter = JITTER * size
+    root: Tensor
     for _ in range(MAX_JITTERS):  # a variance that is nearly all removed may come out negative in rounding
         root, info = torch.linalg.cholesky_ex(wide + jitter * eye)
         if not bool(info.any()):

@@ -230,7 +230,7 @@ def test_attribution_points_to_the_data_that_matter() -> None:
 
 def test_attribution_says_where_it_cannot_answer() -> None:
     case = make_net(4)
-    x, sentence = case.near_and_far(), r"attribution expects a posterior fitted with policy='clusters'"
+    x, sentence = case.near_and_far(), r"attribution must follow a fit with policy='clusters'"
     la = fitted(case)
     loaded = case.laplace(num_actions=6)
     loaded.load_state_dict(la.state_dict())
