@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -72,18 +71,13 @@ class _GPEstimator(BaseEstimator):  # type: ignore[misc]
         likelihood: Likelihood,
         mean: float,
         outputscale: float,
-        *,
-        fixed: Sequence[str] = (),
     ) -> None:
-        """Fit `gp_`, at the hyperparameters that its evidence prefers if it is asked to choose them.
-
-        Those named in `fixed` stay as they are in the default kernel.
-        """
+        """Fit `gp_`, at the hyperparameters that its evidence prefers if it is asked to choose them."""
         inputs = torch.tensor(X)
         kernel = default_kernel(inputs, outputscale) if self.kernel is None else self.kernel
         gp = NonConjugateGP(kernel, likelihood, mean=mean, max_products=self.max_products, seed=self._seed())
         if self.optimize:
-            gp.optimize(inputs, y, fixed=fixed if self.kernel is None else ())
+            gp.optimize(inputs, y)
         else:
             gp.fit(inputs, y)
         self.gp_ = gp
@@ -130,8 +124,7 @@ class GPClassifier(ClassifierMixin, _GPEstimator):  # type: ignore[misc]
         if len(self.classes_) < 2:
             raise ValueError(f"GPClassifier needs labels of at least two classes; got one class, '{self.classes_[0]}'.")
         likelihood = Bernoulli() if len(self.classes_) == 2 else Softmax(len(self.classes_))
-        # Laplace's evidence of classes that can be separated rises with the outputscale without end.
-        self._fit(X, torch.tensor(numbers), likelihood, 0.0, CLASS_OUTPUTSCALE, fixed=["outputscale"])
+        self._fit(X, torch.tensor(numbers), likelihood, 0.0, CLASS_OUTPUTSCALE)
         return self
 
     def predict_proba(self, X: ArrayLike) -> NDArray[Any]:

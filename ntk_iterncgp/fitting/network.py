@@ -1,6 +1,8 @@
 """A linearised network: what its fit is given and what it returns, whichever way the actions are chosen.
 
-clusters     all data in about one epoch, one action per group of data (the default)
+auto         the exact posterior where it costs less than the budget, else clusters (the default)
+exact        all whitened rows of J, factored: one sweep
+clusters     all data in about one epoch, one action per group of data
 other        the same solver as for any other prior: one action per product with the NTK, about 1.7 epochs each
 
 mean="network"   The predictive mean is the network's own output. W is taken there, and there is one linear system.
@@ -11,7 +13,7 @@ mean="refined"   Newton's method, from the network's outputs to the mode of the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, cast
 
 from torch import Tensor
 
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
 
 MEANS = ("network", "refined")
 CLUSTERS: Final = "clusters"
+AUTO: Final = "auto"
+EXACT: Final = "exact"
+MODES = (AUTO, EXACT, CLUSTERS)
 PRODUCT_EPOCHS = 5 / 3  # a product with the NTK: forward and backward, and a sweep of Jacobian-vector products
 
 
@@ -39,8 +44,8 @@ class NetworkSettings:
     """How to fit; none of it changes what is being fitted."""
 
     mean: str
-    policy: Policy | Literal["clusters"]
-    in_groups: bool  # actions are groups of data; else each is a product with the NTK, as the policy says
+    policy: Policy | Literal["auto", "exact", "clusters"]
+    in_groups: bool  # actions are groups of data, if they are not exact; else each is a product with the NTK
     num_actions: int
     cotangents: int | None  # directions of each datum; None: one, or each output of a regression
     max_epochs: float | None
@@ -50,6 +55,7 @@ class NetworkSettings:
     seed: int
     combines: bool = True  # more groups than actions into the best combinations; else each group is an action
     is_known: bool = False  # the model, whose derivatives an earlier fit has checked
+    is_bounded: bool = False  # num_actions was asked for, and is not the default
 
     @classmethod
     def checked(
@@ -69,11 +75,12 @@ class NetworkSettings:
         """What the user asked for, with defaults filled in; or an error that names the setting."""
         if mean not in MEANS:
             raise ValueError(f"`mean` must be 'network' or 'refined'; got {mean!r}. Try mean='network'.")
-        if policy is None:
-            policy = CLUSTERS if mean == "network" else "curvature_residual"
-        if policy == CLUSTERS and mean != "network":
+        policy = AUTO if policy is None else policy
+        if policy == AUTO and mean != "network":
+            policy = "curvature_residual"
+        if policy in (CLUSTERS, EXACT) and mean != "network":
             raise ValueError(
-                f"policy='clusters' must be combined with mean='network'; got mean={mean!r}. Its actions contract the "
+                f"policy={policy!r} must be combined with mean='network'; got mean={mean!r}. Its actions contract the "
                 "variance and say little about the mean. Try policy='curvature_residual'."
             )
         max_epochs = Budget(epochs=max_epochs).epochs
@@ -82,16 +89,17 @@ class NetworkSettings:
                 f"`max_epochs` must be more than 1/3, the cost of the forward sweep over all data; got {max_epochs}. "
                 "Try max_epochs=1."
             )
+        in_groups, is_bounded = policy in MODES, num_actions is not None
         if num_actions is None:
-            num_actions = 200 if policy == CLUSTERS else 50
+            num_actions = 200 if in_groups else 50
         num_actions = max_products = whole_number("num_actions", num_actions, at_least=1)
         if max_epochs is not None:
             max_products = max(1, int(min(num_actions, (max_epochs - 1 / 3) / PRODUCT_EPOCHS)))
         actions_per_step = whole_number("actions_per_step", actions_per_step, at_least=1)
         return cls(
             mean=mean,
-            policy=CLUSTERS if policy == CLUSTERS else resolve_policy(policy, others=[CLUSTERS]),
-            in_groups=policy == CLUSTERS,
+            policy=cast(Literal["auto"], policy) if in_groups else resolve_policy(policy, others=MODES),
+            in_groups=in_groups,
             num_actions=num_actions,
             cotangents=None if cotangents is None else whole_number("cotangents", cotangents, at_least=1),
             max_epochs=max_epochs,
@@ -99,7 +107,13 @@ class NetworkSettings:
             options=options,
             chunk_bytes=whole_number("chunk_bytes", chunk_bytes, at_least=1),
             seed=seed_number(seed),
+            is_bounded=is_bounded,
         )
+
+    def bounds_actions(self, rank: int) -> bool:
+        """Whether a budget was asked for that is less than so many actions, or that counts epochs or directions."""
+        fewer = (self.is_bounded and self.num_actions < rank) or (self.options.max_rank or rank) < rank
+        return fewer or self.max_epochs is not None or self.cotangents is not None
 
     @property
     def product_policy(self) -> Policy:
@@ -144,7 +158,7 @@ class NetworkFit:
     num_data: int
     num_outputs: int
     report: FitReport
-    state: State | ClusterState
+    state: State | ClusterState | None  # None: exact
     first_batch: FirstBatch
     data_seen: Tensor  # (1,)
 

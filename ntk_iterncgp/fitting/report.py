@@ -53,13 +53,13 @@ class FitReport:
         costs = [] if self.epochs is None else [f"{self.epochs:.1f} epochs"]
         if self.num_products:
             costs.append(f"{self.num_products} products")
-        if self.num_products or self.status == "exact":
+        if self.num_products or self.num_newton_steps:
             costs.append(f"{self.num_newton_steps} Newton step{'s' * (self.num_newton_steps != 1)}")
         least, most = ("at least", "at most") if self.trace_is_exact else ("an estimated", "an estimated")
         variance = "" if self.variance_ratio is None else f", {most} {self.variance_ratio:.3g} times the exact variance"
         products = f", {'products ' if self.num_products else ''}by {self.products_by}" if self.products_by else ""
         known = f"{least} {100 * self.information_captured:.1f} % of the information captured{variance}"
-        if self.status == "exact":
+        if self.status == "exact" and self.information_captured > 1 - 1e-6:
             known = "all of the information captured"
         return (
             f"{self.status}: {', '.join(costs)}, rank {self.rank}, {known}, {self.seconds:.1f} s{products}. "

@@ -20,7 +20,7 @@ from ntk_iterncgp.fitting.report import FitReport
 from ntk_iterncgp.gp.elbo import climb
 from ntk_iterncgp.gp.evidence import ExactEvidence
 from ntk_iterncgp.gp.hyperparameters import MEAN, free_names, values_from_data, with_values
-from ntk_iterncgp.gp.search import Evaluations, climb_evidence
+from ntk_iterncgp.gp.search import Evaluations, climb_evidence, shrink_while
 from ntk_iterncgp.kernels import Kernel
 from ntk_iterncgp.likelihoods import Likelihood
 from ntk_iterncgp.persistence.checkpoint import CheckpointSession, unusable
@@ -31,6 +31,7 @@ from ntk_iterncgp.solver import Status
 from ntk_iterncgp.solver.state import State
 
 SHORTER = 0.3  # of the median distance
+MAX_GAP = 1.0  # of the Laplace evidence above the ELBO, in nats
 MIN_ELBO_GAIN = 1e-4  # as a fraction of the bound
 
 
@@ -114,16 +115,17 @@ def maximise_evidence(
     climbing = climb_evidence(
         evaluations, starts, max_steps=options.max_steps, tolerance=options.tolerance, restarts=options.restarts
     )
-    status = "max_steps"
+    status, best = "max_steps", None
     try:
         visible = options.progress_bar and parallel.is_main()
         for progress in tqdm(climbing, desc="Hyperparameters", unit="step", disable=not visible):
             status = progress or status
+        best = _where_the_bound_agrees(evaluations, options)
     except KeyboardInterrupt:
         if not evaluations.results or parallel.num_processes() > 1:
             raise
         status = Status.INTERRUPTED.value
-    value, place = evaluations.best
+    value, place = best or evaluations.best
     found = evaluations.named(place)
     history = [
         {"log_evidence": value} | {name: x.tolist() for name, x in evaluations.named(place).items()}
@@ -132,6 +134,24 @@ def maximise_evidence(
     named = {name: x.tolist() for name, x in found.items()}
     seconds = time.perf_counter() - started
     return found, OptimizationReport(status, math.nan, named, 0, seconds, history, log_evidence=value)
+
+
+def _where_the_bound_agrees(evaluations: Evaluations, options: SearchOptions) -> tuple[float, Tensor] | None:
+    """The evidence, and the place, where Laplace's approximation holds; None where it does at the largest evidence.
+
+    Where classes can be separated Laplace's evidence rises with the outputscale without end: a Gaussian at the mode is
+    ever further from the posterior. The ELBO of that Gaussian knows, and falls. So where the two differ by more than
+    `MAX_GAP` the outputscale is shrunk for as long as the ELBO rises.
+    """
+    names = [name for name in evaluations.names if name.endswith("outputscale")]
+    if evaluations.evidence.likelihood.is_quadratic or not names:
+        return None
+    value, place = evaluations.best
+    if value - evaluations.elbo(place) <= MAX_GAP:
+        return None
+    steps = shrink_while(evaluations, names, evaluations.elbo, max_steps=options.max_steps, tolerance=options.tolerance)
+    place = max(steps, key=lambda step: step[1])[0]
+    return evaluations.value_at(place), place
 
 
 def _shorter(values: Mapping[str, Tensor], free: Sequence[str]) -> dict[str, Tensor]:

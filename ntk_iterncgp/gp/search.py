@@ -7,7 +7,7 @@ remembered by its number, so that a search that was stopped is repeated up to th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,11 +18,14 @@ from torch import Tensor
 from ntk_iterncgp.gp.evidence import ExactEvidence
 from ntk_iterncgp.gp.hyperparameters import MEAN
 from ntk_iterncgp.persistence.checkpoint import CheckpointSession, unusable
+from ntk_iterncgp.posterior.exact import ExactPosterior
 
 MAX_LOG_MOVE = 9.0  # θ stays within a factor of e⁹ of where a descent began
 MIN_GAIN = 0.01  # of log Z, below which a step does not pay; only ratios of evidences of e or so mean anything
 PATIENCE = 2  # such steps
 MAX_LINE_SEARCH = 12
+SHRINK = math.log(4.0)  # of an outputscale, at a time
+MAX_SHRINKS = 8
 UNUSABLE = -1e12  # what stands for the evidence where K cannot be factored
 
 
@@ -103,6 +106,24 @@ class Evaluations:
         number = max(range(len(self.results)), key=lambda i: self.results[i][0])
         return self.results[number][0], self.places[number]
 
+    def best_since(self, number: int) -> Tensor:  # (p,)
+        """Where the evidence was largest, from the `number`-th evaluation on."""
+        return self.places[max(range(number, self.number), key=lambda i: self.results[i][0])]
+
+    def value_at(self, place: Tensor) -> float:
+        """The evidence at a place that was visited."""
+        return next(v for known, (v, _) in zip(self.places, self.results, strict=True) if torch.equal(known, place))
+
+    def elbo(self, place: Tensor) -> float:
+        """The evidence lower bound of Laplace's Gaussian there."""
+        with torch.no_grad():
+            return ExactPosterior(self.evidence.mode(self.named(place))).elbo()
+
+    def mask(self, names: Sequence[str]) -> Tensor:  # (p,)
+        """One for the coordinates of some hyperparameters, zero for the others."""
+        parts = [torch.full((self.values[n].numel(),), float(n in names), dtype=torch.float64) for n in self.names]
+        return torch.cat(parts)
+
     def to_content(self) -> dict[str, Any]:
         """For a checkpoint: all evaluations, and the mode from which the next one starts."""
         return {
@@ -143,7 +164,52 @@ def climb_evidence(
         yield _climb(evaluations, start, max_steps, tolerance)
 
 
-def _climb(evaluations: Evaluations, start: Tensor, max_steps: int, tolerance: float) -> str:
+def shrink_while(
+    evaluations: Evaluations,
+    names: Sequence[str],
+    score: Callable[[Tensor], float],
+    *,
+    max_steps: int,
+    tolerance: float,
+) -> Iterator[tuple[Tensor, float]]:
+    """Shrink the named hyperparameters together from the largest evidence on, while a score of the fit rises.
+
+    All others follow by the evidence. At last the top of a parabola through the best three.
+
+    Args:
+        evaluations: of log Z.
+        names: of what is shrunk.
+        score: of a place (p,).
+        max_steps: of L-BFGS at each size.
+        tolerance: as in `climb_evidence`.
+
+    Yields:
+        Each place with its score.
+    """
+    held = evaluations.mask(names)
+
+    def moved(place: Tensor, by: float) -> tuple[Tensor, float]:
+        place = place + by * held
+        begin = evaluations.number
+        _climb(evaluations, place, max_steps, tolerance, held)
+        found = evaluations.best_since(begin)
+        return found, score(found)
+
+    trail = [(evaluations.best[1], score(evaluations.best[1]))]
+    yield trail[0]
+    while len(trail) <= MAX_SHRINKS and (len(trail) < 2 or trail[-1][1] > trail[-2][1]):
+        trail.append(moved(trail[-1][0], -SHRINK))
+        yield trail[-1]
+    if len(trail) > 2:
+        (_, a), (middle, b), (_, c) = trail[-3:]
+        if b > max(a, c):
+            yield moved(middle, SHRINK * 0.5 * (a - c) / (a - 2 * b + c))
+
+
+def _climb(
+    evaluations: Evaluations, start: Tensor, max_steps: int, tolerance: float, held: Tensor | None = None
+) -> str:
+    """L-BFGS; `held` is one where a coordinate stays."""
     before, value = start.numpy(), evaluations(start)[0]
     idle = 0
 
@@ -161,7 +227,8 @@ def _climb(evaluations: Evaluations, start: Tensor, max_steps: int, tolerance: f
         if idle >= PATIENCE or (idle and moved <= tolerance):
             raise StopIteration
 
-    bounds = [(x - MAX_LOG_MOVE, x + MAX_LOG_MOVE) for x in start.tolist()]
+    room = torch.full_like(start, MAX_LOG_MOVE) if held is None else MAX_LOG_MOVE * (1 - held)
+    bounds = list(zip((start - room).tolist(), (start + room).tolist(), strict=True))
     options = {"maxiter": max_steps, "maxls": MAX_LINE_SEARCH}
     # Not torch.optim, whose first use imports a compiler: seconds, where the search takes less than one.
     result = minimize(loss, start.numpy(), jac=True, method="L-BFGS-B", bounds=bounds, callback=watch, options=options)

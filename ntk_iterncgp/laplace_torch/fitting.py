@@ -18,10 +18,12 @@ from torch.utils.data import DataLoader
 
 from ntk_iterncgp.data.fixed_order import FirstBatch, FixedOrderData, Inputs, slice_rows, to_device
 from ntk_iterncgp.data.sharding import shard_of
+from ntk_iterncgp.fitting.affordable_network import estimated_cost, resolved
 from ntk_iterncgp.fitting.cluster_run import fit_by_clusters, refine_by_clusters
-from ntk_iterncgp.fitting.cost import Cost, check_memory, check_memory_to_refine, estimate_cost, room_for_data
+from ntk_iterncgp.fitting.cost import Cost, check_memory, check_memory_to_refine, room_for_data
 from ntk_iterncgp.fitting.drive import Budget
-from ntk_iterncgp.fitting.network import LinearisedNetwork, NetworkFit, NetworkSettings
+from ntk_iterncgp.fitting.exact_network import fit_exactly
+from ntk_iterncgp.fitting.network import EXACT, LinearisedNetwork, NetworkFit, NetworkSettings
 from ntk_iterncgp.fitting.newton_fit import fit_by_products, refine_by_products
 from ntk_iterncgp.fitting.report import FitReport
 from ntk_iterncgp.jacobian.autograd import SMALL_NETWORK, Logits, unwrapped
@@ -58,8 +60,11 @@ class FittedNetwork(BaseFunctionalLaplace):
     Beside laplace-torch's own arguments:
 
     mean              "network": the predictive mean is the network's output; "refined": the linearised model's mode
-    policy            how actions are chosen: "clusters" (one epoch for all of them; the default for mean="network"),
-                      "curvature_residual" (the default for mean="refined"), "random_subspace", or a callable
+    policy            how actions are chosen: "auto" (the default), "exact", "clusters" (one epoch for all of them),
+                      "curvature_residual" (what "auto" is for mean="refined"), "random_subspace", or a callable.
+                      "exact" is the posterior with as many actions as there are weights, or as J has rows; "auto" is
+                      "exact" where that costs less than "clusters" or next to nothing, and no other budget is given:
+                      no num_actions or max_rank below that number, no max_epochs, no cotangents
     num_actions       how many: for "clusters" the best combinations of more groups of data than that (200), else
                       products with the NTK (50), each one sweep forward+backward and one of Jacobian-vector products
     cotangents        directions for each datum, for "clusters": q of them take (1 + 2q)/3 epochs for q·num_actions.
@@ -202,8 +207,10 @@ class FittedNetwork(BaseFunctionalLaplace):
         _require_one_device(self.model)
         with exclusively(self.model), evaluating(self.model):
             network = self._network(part)
-            session = None if checkpoint is None else open_session(checkpoint, "fit", *identity(self, network))
-            found = _fitted_to(network, self.settings, progress_bar=progress_bar, session=session)
+            settings, session = resolved(network, self.settings), None
+            if checkpoint is not None:
+                session = open_session(checkpoint, "fit", *identity(self, network, settings))
+            found = _fitted_to(network, settings, progress_bar=progress_bar, session=session)
             self._take(self._with_reference(found, network))
             self._shard = shard
 
@@ -236,9 +243,10 @@ class FittedNetwork(BaseFunctionalLaplace):
             with derivatives_as_before(self):
                 network = self._network(loader, is_known=self.has_fitted)
             settings, before = update_settings(self, network), self.n_data if self._fitted else 0
-            session = None
+            settings, session = resolved(network, settings), None
             if checkpoint is not None:
-                session = open_session(checkpoint, "update", *identity(self, network, update=(settings, before)))
+                about = identity(self, network, settings, data_before=before)
+                session = open_session(checkpoint, "update", *about)
             with without_interruption():
                 found = _fitted_to(network, settings, progress_bar=progress_bar, session=session)
             check_new_data(self, found)
@@ -320,13 +328,16 @@ class FittedNetwork(BaseFunctionalLaplace):
                 "update(loader) with data that it has not seen."
             )
         self._refresh_posterior()
+        if self._fit.state is None:
+            return  # exact: there is nothing left to spend on
         budget = Budget(epochs, seconds)
         with exclusively(self.model), evaluating(self.model):
             part = train_loader if self._shard is None else shard_of(train_loader, self._shard)
             network, fitted = self._network(part), self._fit
             session = None
             if checkpoint is not None:
-                session = open_session(checkpoint, "refine", *identity(self, network, fitted, budget))
+                about = identity(self, network, self.settings, fitted, budget)
+                session = open_session(checkpoint, "refine", *about)
             fitted.first_batch.check_same(network.first_batch)
             network.data.keep_bytes = room_for_data(check_memory_to_refine(fitted, network, self.settings, budget))
             refine = refine_by_clusters if self.settings.in_groups else refine_by_products
@@ -336,7 +347,7 @@ class FittedNetwork(BaseFunctionalLaplace):
     def estimate_cost(self, train_loader: DataLoader[Any]) -> Cost:
         """Seconds, epochs and memory of a fit and of predictions, from timing one batch; prints as a table."""
         with exclusively(self.model), evaluating(self.model):
-            return estimate_cost(self._network(train_loader), self.settings, timed=True)
+            return estimated_cost(self._network(train_loader), self.settings, timed=True)
 
     def _network(self, loader: DataLoader[Any], *, is_known: bool = False) -> LinearisedNetwork:
         if torch.is_inference_mode_enabled():
@@ -462,26 +473,28 @@ def _require_one_device(model: nn.Module) -> None:
 def _fitted_to(
     network: LinearisedNetwork, settings: NetworkSettings, *, progress_bar: bool, session: CheckpointSession | None
 ) -> NetworkFit:
-    """Infer the posterior, if it fits in memory; in groups of data, or by products with the NTK."""
-    network.data.keep_bytes = room_for_data(check_memory(estimate_cost(network, settings, timed=False)))
-    fit = fit_by_clusters if settings.in_groups else fit_by_products
+    """Infer the posterior, if it fits in memory; exactly, in groups of data, or by products with the NTK."""
+    network.data.keep_bytes = room_for_data(check_memory(estimated_cost(network, settings, timed=False)))
+    fit = fit_exactly if settings.policy == EXACT else fit_by_clusters if settings.in_groups else fit_by_products
     return fit(network, settings, progress_bar=progress_bar, session=session)
 
 
 def identity(
     la: FittedNetwork,
     network: LinearisedNetwork,
+    spent: NetworkSettings,
     fitted: NetworkFit | None = None,
     budget: Budget | None = None,
-    update: tuple[NetworkSettings, int] | None = None,
+    *,
+    data_before: int | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The fingerprint of a run: settings of a fit, or of a refine and where it begins; and the model."""
     own = {f.name: getattr(la.settings, f.name) for f in fields(la.settings)}
     if own["cotangents"] is None and network.classification:
         own["cotangents"] = 1  # which it means, and what earlier checkpoints say
     if la.settings.in_groups:
-        own["policy"] = None  # as in earlier checkpoints
-    del own["combines"], own["is_known"], own["in_groups"]  # which follow from what is called
+        own["policy"] = EXACT if spent.policy == EXACT else None  # as in earlier checkpoints
+    del own["combines"], own["is_known"], own["in_groups"], own["is_bounded"]  # which follow from what is called
     stopping, options = asdict(own.pop("stopping")), asdict(own.pop("options"))
     settings = {
         "flavour": type(la).__name__,
@@ -499,7 +512,7 @@ def identity(
     if fitted is not None and budget is not None:
         settings |= {"epochs": budget.epochs, "seconds": budget.seconds, "epochs_before": fitted.report.epochs}
         settings |= {"starts_from": described([fitted.posterior.noise_gram, fitted.posterior.images])}
-    if update is not None:
-        settings |= {"num_actions": update[0].num_actions, "data_before": update[1]}
+    if data_before is not None:
+        settings |= {"num_actions": spent.num_actions, "data_before": data_before}
     model = {name: digest(value) for name, value in (*la.model.named_parameters(), *la.model.named_buffers())}
     return settings, model

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ntk_iterncgp.data.fixed_order import FirstBatch, FixedOrderData, Inputs, Probe, slice_rows, to_device
+from ntk_iterncgp.fitting.network import EXACT
 from ntk_iterncgp.jacobian.autograd import Jacobian, arguments, as_outputs, derivative_dtype
 from ntk_iterncgp.jacobian.last_layer import LastLayerJacobian
 from ntk_iterncgp.jacobian.rows import NetworkJacobian
@@ -46,9 +47,9 @@ class IterNCGPAllLaplace(CheckedHyperparameters, IterNCGPLaplace):
         The outputs are None where the model was not asked for them.
         """
         jacobian = Jacobian(self.model, logits=self._logits(self.dict_key_y))
-        dtype = self.dtype or derivative_dtype(
-            jacobian.num_params, jacobian.dtype, num_items, is_regression=self.likelihood == Likelihood.REGRESSION
-        )
+        is_regression = self.likelihood == Likelihood.REGRESSION
+        own = derivative_dtype(jacobian.num_params, jacobian.dtype, num_items, is_regression=is_regression)
+        dtype = self.dtype or (torch.float64 if self.settings.policy == EXACT else own)
         if dtype == jacobian.dtype:
             return jacobian, None
         other = Jacobian(self.model, dtype=dtype, logits=self._logits(self.dict_key_y))

@@ -267,10 +267,12 @@ def _report(own: PartialFit, new: PartialFit) -> FitReport | None:
         epochs = sum((e or 0.0) * n for e, n in counted) / sum(n for _, n in counted)
     return replace(
         reports[-1],
+        status=next((report.status for report in reports if report.status != Status.EXACT.value), reports[-1].status),
         advice=ADVICE,
         num_products=sum(report.num_products for report in reports),
         seconds=sum(report.seconds for report in reports),
         history=reports[0].history,
         epochs=epochs,
+        products_by="",
         variance_ratio=None,
     )
