@@ -32,12 +32,13 @@ except ImportError as error:
     ) from error
 
 from ntk_iterncgp.gp.non_conjugate import NonConjugateGP
-from ntk_iterncgp.kernels import Kernel, Matern52
+from ntk_iterncgp.kernels import Constant, Kernel, Linear, Matern52
 from ntk_iterncgp.likelihoods import Bernoulli, Gaussian, Likelihood, Poisson, Softmax
 
 MEDIAN_POINTS = 500  # of the data, by whose distances lengthscales start
 ARD_DIMENSIONS = 10  # up to which the default kernel has one lengthscale for each feature
 CLASS_OUTPUTSCALE = 16.0  # of logits: a standard deviation of 4, where one class of two has 98 %
+MAX_TREND_DATA = 2000  # of counts, up to which their default kernel has a linear trend
 ARD_DATA = 10  # for each feature, at least
 
 
@@ -74,7 +75,7 @@ class _GPEstimator(BaseEstimator):  # type: ignore[misc]
     ) -> None:
         """Fit `gp_`, at the hyperparameters that its evidence prefers if it is asked to choose them."""
         inputs = torch.tensor(X)
-        kernel = default_kernel(inputs, outputscale) if self.kernel is None else self.kernel
+        kernel = self._default_kernel(inputs, outputscale) if self.kernel is None else self.kernel
         gp = NonConjugateGP(kernel, likelihood, mean=mean, max_products=self.max_products, seed=self._seed())
         if self.optimize:
             gp.optimize(inputs, y)
@@ -82,6 +83,9 @@ class _GPEstimator(BaseEstimator):  # type: ignore[misc]
             gp.fit(inputs, y)
         self.gp_ = gp
         self.kernel_ = gp.kernels[0] if len(gp.kernels) == 1 else gp.kernels
+
+    def _default_kernel(self, X: Tensor, outputscale: float) -> Kernel:
+        return default_kernel(X, outputscale)
 
     def _seed(self) -> int:
         if self.random_state is None:
@@ -94,6 +98,10 @@ class _GPEstimator(BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self)
         dtype = _numpy_dtype(self.gp_)
         return torch.tensor(validate_data(self, X, reset=False, dtype=dtype))
+
+    @property
+    def _is_fitted(self) -> bool:
+        return hasattr(self, "gp_")
 
     def log_marginal_likelihood(self) -> float:
         """A lower bound on the logarithm of the evidence at the hyperparameters of the fit."""
@@ -118,14 +126,45 @@ class GPClassifier(ClassifierMixin, _GPEstimator):  # type: ignore[misc]
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
         """Fit to inputs (N, d) and labels (N,)."""
+        return self._fit_classes(X, y, None)
+
+    def partial_fit(self, X: ArrayLike, y: ArrayLike, classes: ArrayLike | None = None) -> Self:
+        """Condition on more data, without the old; the first call is a fit, and chooses the hyperparameters.
+
+        Args:
+            X: The inputs (N, d).
+            y: The labels (N,).
+            classes: All labels that will ever come, for the first call; None: those in y.
+
+        Returns:
+            This estimator.
+        """
+        if not self._is_fitted:
+            return self._fit_classes(X, y, classes)
+        X, y = validate_data(self, X, y, reset=False, dtype=_numpy_dtype(self.gp_))
+        self.gp_.update(torch.tensor(X), torch.tensor(self._numbers(y)))
+        return self
+
+    def _fit_classes(self, X: ArrayLike, y: ArrayLike, classes: ArrayLike | None) -> Self:
         X, y = validate_data(self, X, y, dtype=[np.float64, np.float32])
         check_classification_targets(y)
-        self.classes_, numbers = np.unique(y, return_inverse=True)
+        self.classes_ = np.unique(y if classes is None else np.asarray(classes))
         if len(self.classes_) < 2:
             raise ValueError(f"GPClassifier needs labels of at least two classes; got one class, '{self.classes_[0]}'.")
         likelihood = Bernoulli() if len(self.classes_) == 2 else Softmax(len(self.classes_))
-        self._fit(X, torch.tensor(numbers), likelihood, 0.0, CLASS_OUTPUTSCALE)
+        self._fit(X, torch.tensor(self._numbers(y)), likelihood, 0.0, CLASS_OUTPUTSCALE)
         return self
+
+    def _numbers(self, y: ArrayLike) -> NDArray[Any]:
+        """The place of each label among `classes_`."""
+        labels = np.asarray(y)
+        unknown = np.setdiff1d(labels, self.classes_)
+        if len(unknown):
+            raise ValueError(
+                f"`y` must hold labels among {list(self.classes_)}; got {unknown[0]!r}. Try all `classes` in the first "
+                "call of partial_fit."
+            )
+        return np.searchsorted(self.classes_, labels)
 
     def predict_proba(self, X: ArrayLike) -> NDArray[Any]:
         """The probability of each class (b, C), averaged over the posterior."""
@@ -195,6 +234,17 @@ class GPRegressor(RegressorMixin, _GPEstimator):  # type: ignore[misc]
         self._fit(X, targets, Gaussian(self.noise, values.shape[1]), 0.0, variance)
         return self
 
+    def partial_fit(self, X: ArrayLike, y: ArrayLike) -> Self:
+        """Condition on more data, without the old; the first call is a fit, and chooses scales and hyperparameters."""
+        if not self._is_fitted:
+            return self.fit(X, y)
+        X, y = validate_data(
+            self, X, y, reset=False, dtype=_numpy_dtype(self.gp_), multi_output=self._y_ndim > 1, y_numeric=True
+        )
+        values = np.asarray(y, dtype=np.float64).reshape(len(X), -1)
+        self.gp_.update(torch.tensor(X), torch.tensor((values - self._y_mean) / self._y_scale))
+        return self
+
     def predict(self, X: ArrayLike, return_std: bool = False, return_cov: bool = False) -> Any:
         """Predict values.
 
@@ -238,7 +288,7 @@ class GPPoissonRegressor(RegressorMixin, _GPEstimator):  # type: ignore[misc]
     (rates), and the score is D², the share of the deviance that is explained.
 
     Args:
-        kernel: A kernel of `ntk_iterncgp.kernels`; None: Matérn-5/2 with lengthscales from the data.
+        kernel: A kernel of `ntk_iterncgp.kernels`; None: Matérn-5/2 with lengthscales from the data, and a trend.
         optimize: Whether to choose its hyperparameters by the evidence.
         max_products: Products with the kernel matrix that a fit may spend.
         random_state: Of what is random; None: always the same.
@@ -279,6 +329,25 @@ class GPPoissonRegressor(RegressorMixin, _GPEstimator):  # type: ignore[misc]
         likelihood = Poisson(1.0 if exposure is None else torch.tensor(lengths), fractional=True)
         self._fit(X, torch.tensor(counts), likelihood, mean, 1.0)
         return self
+
+    def partial_fit(self, X: ArrayLike, y: ArrayLike) -> Self:
+        """Condition on more counts of one unit of exposure, without the old; the first call is a fit."""
+        if not self._is_fitted:
+            return self.fit(X, y)
+        X, y = validate_data(self, X, y, reset=False, dtype=_numpy_dtype(self.gp_), y_numeric=True)
+        self.gp_.update(torch.tensor(X), torch.tensor(np.asarray(y, dtype=np.float64)))
+        return self
+
+    def _default_kernel(self, X: Tensor, outputscale: float) -> Kernel:
+        """With a linear trend, which the evidence may shrink to nothing: a log-linear model is one of its limits.
+
+        Not of many data, where there is no need of it, and products with it take the plain path.
+        """
+        smooth = default_kernel(X, outputscale)
+        if len(X) > MAX_TREND_DATA:
+            return smooth
+        size = float(X.double().square().mean()) or 1.0
+        return smooth + Linear(1 / size) + Constant(1.0)
 
     def predict(self, X: ArrayLike, return_std: bool = False) -> Any:
         """Predict rates per unit of exposure.

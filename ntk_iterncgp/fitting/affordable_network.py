@@ -25,8 +25,7 @@ from ntk_iterncgp.fitting.cost import (
     row_seconds,
     seconds_of,
 )
-from ntk_iterncgp.fitting.exact_network import FOLD_FACTOR, unit_likelihood
-from ntk_iterncgp.fitting.network import AUTO, CLUSTERS, EXACT, LinearisedNetwork, NetworkSettings
+from ntk_iterncgp.fitting.network import AUTO, CLUSTERS, EXACT, FOLD_FACTOR, LinearisedNetwork, NetworkSettings
 from ntk_iterncgp.jacobian.rows import NetworkJacobian, row_epochs
 from ntk_iterncgp.runtime import parallel
 from ntk_iterncgp.runtime.memory import available_bytes, require_memory
@@ -50,7 +49,7 @@ class Sizes:
         """Of a fit of this network."""
         rows, outputs = network.first_batch.outputs.shape
         num_data = network.data.num_data(rows)
-        rank = unit_likelihood(network).curvature_rank
+        rank = network.likelihood.curvature_rank
         return cls(num_data, outputs, network.jacobian.num_params, num_data * rank)
 
     @property

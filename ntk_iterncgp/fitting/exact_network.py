@@ -22,19 +22,17 @@ from torch import Tensor
 
 from ntk_iterncgp.data.fixed_order import Inputs
 from ntk_iterncgp.fitting.drive import Run, Stage, Trajectory, drive
-from ntk_iterncgp.fitting.network import LinearisedNetwork, NetworkFit, NetworkSettings, checked_targets
-from ntk_iterncgp.fitting.network_check import check_posterior, rows_at
-from ntk_iterncgp.fitting.report import FitReport, Record, from_table, to_table
-from ntk_iterncgp.fitting.self_check import SelfCheckError, refusal
+from ntk_iterncgp.fitting.network import FOLD_FACTOR, LinearisedNetwork, NetworkFit, NetworkSettings
+from ntk_iterncgp.fitting.network_check import check_posterior, checked_targets, rows_at
+from ntk_iterncgp.fitting.report import FitReport, Record, SelfCheckError, from_table, refusal, to_table
 from ntk_iterncgp.jacobian.rows import row_epochs
 from ntk_iterncgp.likelihoods.base import ANY_VARIANCE, Likelihood
-from ntk_iterncgp.persistence.checkpoint import UNSAVED, CheckpointSession
+from ntk_iterncgp.persistence.checkpoint import CheckpointSession
 from ntk_iterncgp.persistence.fingerprint import batch_digests, checked_digests, data_fingerprint
 from ntk_iterncgp.posterior.weight_space import WeightPosterior
 from ntk_iterncgp.runtime.parallel import Shard, all_sum, num_processes
 from ntk_iterncgp.solver.stopping import Status
 
-FOLD_FACTOR = 3  # T and new rows are folded when they are so many times P: 2.4 n'P² flops, where JᵀWJ takes 2
 CHECK_TOLERANCE = 1e-9  # of ‖T h‖², relative
 CHECKED_INPUTS = 16
 ADVICE = "Computed with all data: nothing is left to refine. update(loader) conditions on more data."
@@ -55,7 +53,7 @@ class FactorRun(Run[FactorState]):
 
     def __init__(self, network: LinearisedNetwork, settings: NetworkSettings) -> None:
         self.network, self.chunk_bytes = network, settings.chunk_bytes
-        self.likelihood = unit_likelihood(network)
+        self.likelihood = network.likelihood.for_prior_variance(ANY_VARIANCE)  # no probability is divided by
         drawn = torch.randn(network.jacobian.num_params, generator=torch.Generator().manual_seed(0))
         self.probe = drawn.to(network.jacobian.device, torch.float64)
 
@@ -162,11 +160,6 @@ class FactorRun(Run[FactorState]):
         return Trajectory(state, from_table(saved["history"]), start.before, float(saved["seconds"]), ended)
 
 
-def unit_likelihood(network: LinearisedNetwork) -> Likelihood:
-    """With unit noise: noise and temperature scale R later. No probability is divided by, so none needs a floor."""
-    return network.likelihood(network.first_batch.outputs[:1].double(), 1.0).for_prior_variance(ANY_VARIANCE)
-
-
 def whitening(likelihood: Likelihood, outputs: Tensor) -> Tensor:  # (b, C) -> (b, C, r)
     """H with H Hᵀ = W: the columns W u / √(uᵀWu) for the likelihood's own directions u, orthogonal in W."""
     columns = []
@@ -184,10 +177,10 @@ def folded(rows: Tensor) -> Tensor:  # (k, P) -> (min(k, P), P)
 
 
 def fit_exactly(
-    network: LinearisedNetwork, settings: NetworkSettings, *, progress_bar: bool, session: CheckpointSession = UNSAVED
+    network: LinearisedNetwork, settings: NetworkSettings, *, progress_bar: bool, session: CheckpointSession | None = None
 ) -> NetworkFit:
     """The posterior given all data, in one sweep."""
-    if session.saved is not None:
+    if session is not None and session.saved is not None:
         checked_digests(session, network.data)
     run = FactorRun(network, settings)
     trajectory = drive(run, run.start(), progress_bar=progress_bar, session=session)
@@ -239,5 +232,4 @@ def _checked(state: FactorState, run: FactorRun, outputs: Tensor) -> WeightPoste
         num_actions=None if len(factor) == number else number,
     )
     some = next(iter(network.data.chunk(network.first_batch.inputs, CHECKED_INPUTS)))
-    with torch.no_grad():
-        return check_posterior(posterior, network.prior_precision, network.noise_scale, [rows_at(network, some)])
+    return check_posterior(posterior, network.prior_precision, network.noise_scale, [rows_at(network, some)])

@@ -36,6 +36,7 @@ CLUSTERS: Final = "clusters"
 AUTO: Final = "auto"
 EXACT: Final = "exact"
 MODES = (AUTO, EXACT, CLUSTERS)
+FOLD_FACTOR = 3  # rows are folded into a factor of JᵀWJ when they are so many times P: 2.7 n'P² flops
 PRODUCT_EPOCHS = 5 / 3  # a product with the NTK: forward and backward, and a sweep of Jacobian-vector products
 
 

@@ -15,6 +15,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
+from benchmarks.gp_peers import compare_counts
 from ntk_iterncgp import NonConjugateGP, kernels
 from ntk_iterncgp.sklearn import GPClassifier, GPPoissonRegressor, GPRegressor, default_kernel
 
@@ -148,3 +149,36 @@ def test_float32_stays_float32_inside_and_seeds_decide() -> None:
 def test_one_class_is_refused() -> None:
     with pytest.raises(ValueError, match="needs labels of at least two classes; got one class, 'a'"):
         GPClassifier().fit(INPUTS, ["a"] * 60)
+
+
+def test_partial_fit_is_a_fit_to_all_data_at_the_hyperparameters_of_the_first() -> None:
+    first, rest = slice(0, 40), slice(40, 60)
+    counts = rng.poisson(np.exp(INPUTS[:, 0] / 2))
+    for model, y in (
+        (GPRegressor(normalize_y=False), WAVE - 100),
+        (GPClassifier(), np.where(WAVE > 100, "up", "down")),
+        (GPPoissonRegressor(), counts),
+    ):
+        model.partial_fit(INPUTS[first], y[first]).partial_fit(INPUTS[rest], y[rest])
+        gp = NonConjugateGP(model.kernel_, model.gp_.likelihood, mean=model.gp_.mean)
+        targets = y == "up" if y.dtype.kind == "U" else y
+        gp.fit(torch.tensor(INPUTS), torch.tensor(targets).double())
+        for found, expected in zip(
+            model.gp_.latent(torch.tensor(INPUTS)), gp.latent(torch.tensor(INPUTS)), strict=True
+        ):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_partial_fit_of_a_classifier_asks_for_labels_that_may_come() -> None:
+    model = GPClassifier(optimize=False).partial_fit(INPUTS, WAVE > 100, classes=[False, True])
+    with pytest.raises(ValueError, match="Try all `classes` in the first call"):
+        model.partial_fit(INPUTS, np.full(60, 2))
+    model = GPClassifier(optimize=False).partial_fit(INPUTS, np.zeros(60), classes=[0, 1, 2])
+    assert model.partial_fit(INPUTS, np.full(60, 2)).predict_proba(INPUTS).shape == (60, 3)
+
+
+def test_counts_are_predicted_no_worse_than_by_a_log_linear_model_and_better_where_it_is_wrong() -> None:
+    rows = {name: compare_counts(name, 150, 0) for name in ("log-linear", "interaction", "saturation", "ring", "waves")}
+    gains = {name: glm.nll - ours.nll for name, (ours, glm, _) in rows.items()}
+    assert gains.pop("log-linear") >= -0.01
+    assert min(gains.values()) >= 0.1, gains
