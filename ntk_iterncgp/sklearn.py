@@ -241,7 +241,8 @@ class GPRegressor(RegressorMixin, _GPEstimator):  # type: ignore[misc]
         X, y = validate_data(
             self, X, y, reset=False, dtype=_numpy_dtype(self.gp_), multi_output=self._y_ndim > 1, y_numeric=True
         )
-        values = np.asarray(y, dtype=np.float64).reshape(len(X), -1)
+        values = np.asarray(y, dtype=np.float64)
+        values = values.reshape(len(values), -1)
         self.gp_.update(torch.tensor(X), torch.tensor((values - self._y_mean) / self._y_scale))
         return self
 

@@ -177,7 +177,11 @@ def folded(rows: Tensor) -> Tensor:  # (k, P) -> (min(k, P), P)
 
 
 def fit_exactly(
-    network: LinearisedNetwork, settings: NetworkSettings, *, progress_bar: bool, session: CheckpointSession | None = None
+    network: LinearisedNetwork,
+    settings: NetworkSettings,
+    *,
+    progress_bar: bool,
+    session: CheckpointSession | None = None,
 ) -> NetworkFit:
     """The posterior given all data, in one sweep."""
     if session is not None and session.saved is not None:

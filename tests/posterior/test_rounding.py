@@ -55,7 +55,7 @@ def test_more_actions_than_weights_are_not_below_the_exact_variance(
     J = rows(x)
     exact = J @ torch.linalg.inv(H + torch.eye(len(H), dtype=torch.float64)) @ J.mT
     truth = float(torch.linalg.slogdet(torch.eye(len(H), dtype=torch.float64) + H)[1])
-    la = Laplace(model, "classification", subset, "iterncgp", num_actions=num_data // 5)
+    la = Laplace(model, "classification", subset, "iterncgp", num_actions=num_data // 5, policy="clusters")
     la.fit(loader)
     for _ in range(6):
         la.refine(loader, epochs=2)
