@@ -222,7 +222,7 @@ def test_with_all_actions_the_evidence_is_exact(precision: float) -> None:
         x = torch.randn(40, 3)
         task = Task(model, x, torch.randint(3, (40,)), x[:3], classification=True)
         _, log_determinant = linearised_truth(task, precision, 1.0)
-        la = task.laplace(torch.float64, num_actions=80, prior_precision=precision)
+        la = task.laplace(torch.float64, num_actions=80, prior_precision=precision, policy="clusters")
         loader = task.loader(torch.float64)
         la.fit(loader)
         while la.report_.status != "exhausted":
