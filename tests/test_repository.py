@@ -8,6 +8,7 @@ import ast
 import os
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,9 @@ MARKED = {
 PICKLES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve"}
 
 
+parsed = cache(ast.parse)  # of a source, for all rules
+
+
 def our_files() -> Iterator[Path]:
     def is_ours(folder: Path) -> bool:
         if folder.parent == ROOT and folder.name in NOT_OURS:
@@ -75,7 +79,7 @@ def imported_names(source: str, path: Path) -> Iterator[tuple[int, str]]:
 
     `from a import b` counts as `a.b`, since b may be a module.
     """
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -108,7 +112,7 @@ def uses_of_torch_distributed(source: str, path: Path) -> list[str]:
     imports = [line for line, name in imported_names(source, path) if f"{name}.".startswith("torch.distributed.")]
     attributes = [
         node.lineno
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(parsed(source))
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed"
     ]
     return [f"line {line}: torch.distributed; ask {PACKAGE}.runtime.parallel instead" for line in imports + attributes]
@@ -126,7 +130,7 @@ def unsafe_loading(source: str, path: Path) -> list[str]:
             offences.append(f"line {line}: {name} runs code from the file it reads; use safetensors")
         elif name in ("torch.load", "torch.serialization.load"):
             offences.append(f"line {line}: write torch.load(...) in full, so that weights_only can be checked")
-    tree = ast.parse(source)
+    tree = parsed(source)
     imports = (alias for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names)
     torch_names = {"torch"} | {alias.asname for alias in imports if alias.name == "torch" and alias.asname}
     for node in ast.walk(tree):
@@ -153,7 +157,7 @@ def missing_markers(source: str, path: Path) -> list[str]:
     The fast lane leaves tests out by their markers.
     """
     definitions: dict[str, ast.stmt] = {}
-    for node in ast.parse(source).body:
+    for node in parsed(source).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             definitions[node.name] = node
         elif isinstance(node, ast.Assign):

@@ -33,6 +33,7 @@ kinds = st.sampled_from([("classification", 2), ("classification", 4), ("regress
 # The guarantee
 
 
+@pytest.mark.slow
 @dtypes
 @given(
     kind=kinds,
@@ -251,6 +252,7 @@ def test_a_budget_for_a_part_of_the_pass_gets_as_many_groups_as_actions() -> Non
         assert la._fit.state.clusters.passes[0].num_groups == groups and la.report_.rank <= 6
 
 
+@pytest.mark.slow
 def test_refining_clusters_is_cheaper_than_products_from_nothing() -> None:
     net, loader = digits(0), digits(0).loader()
     la = net.laplace(num_actions=500)
@@ -345,6 +347,7 @@ def test_a_large_trace_is_estimated_to_fifteen_percent_on_digits_and_said_to_be(
         assert 0 < la.report_.information_captured < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_order", [False, True], ids=["visited", "in order"])
 def test_the_estimated_trace_is_unbiased(monkeypatch: pytest.MonkeyPatch, in_order: bool) -> None:
     net = make_net(2, num_data=200)

@@ -487,6 +487,7 @@ def test_a_test_folder_has_the_labels_of_the_training_folder(tmp_path: Path) -> 
 REAL = os.environ.get("NTK_ITERNCGP_DATA")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not REAL, reason="needs real data, and NTK_ITERNCGP_DATA does not say where they are")
 def test_the_official_files_and_the_public_network_are_read_as_they_are() -> None:
     mnist = datasets.load(DataConfig(name="mnist", ood=("fashion_mnist",), ood_limit=10, download=False), seed=0)

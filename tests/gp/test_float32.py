@@ -84,6 +84,7 @@ def variances(gp: NonConjugateGP, x: Tensor) -> Tensor:
     return gp.latent(x)[1].double().diagonal(dim1=1, dim2=2).flatten()
 
 
+@pytest.mark.slow
 @INSIDE
 @pytest.mark.parametrize("products", [100, 300])
 @pytest.mark.parametrize("noise", [1e-4, 1e-6])
@@ -117,6 +118,7 @@ def test_with_little_noise_the_evidence_is_bounded_from_both_sides(noise: float,
             torch.testing.assert_close(found, truth, rtol=1e-5, atol=0)
 
 
+@pytest.mark.slow
 @given(
     name=st.sampled_from(NAMES),
     kernel=st.sampled_from(sorted(KERNELS)),

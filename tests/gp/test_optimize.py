@@ -105,6 +105,7 @@ def searched(name: str, num_data: int, truth: Matern32, seed: int, **settings: A
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_data", "lengthscale", "outputscale", "seed", "max_products"),
     [("bernoulli", 600, 0.05, 4.0, 1, 80), ("poisson", 600, 0.05, 3.0, 1, 80), ("softmax", 200, 0.1, 4.0, 2, 20)],
@@ -149,6 +150,7 @@ def test_with_a_gaussian_likelihood_it_finds_where_the_exact_evidence_is_greates
     assert found == pytest.approx(logs.exp().tolist(), rel=0.05)
 
 
+@pytest.mark.slow
 def test_what_is_fixed_stays_and_each_output_has_its_own() -> None:
     X, y, likelihood = problem("softmax", 40, Matern32(0.2, 4.0))
     gp = NonConjugateGP(

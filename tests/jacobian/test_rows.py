@@ -68,6 +68,7 @@ def test_the_probed_diagonal_is_unbiased_weight_by_weight(likelihood: str, in_or
     assert bool(((stacked.mean(0) - expected).abs() <= 5 * error + 1e-12 * expected.max()).all())
 
 
+@pytest.mark.slow
 def test_ten_probes_know_the_trace_of_digits_to_a_quarter(large: None) -> None:
     errors = []
     for seed in range(3):
@@ -222,6 +223,7 @@ def test_rows_of_many_outputs_are_proven_and_their_memory_is_counted_by_a_few() 
         assert jacobian.bytes_per_row(30) == pytest.approx(4 * rows.num_numbers / 2, rel=0.01)
 
 
+@pytest.mark.slow
 def test_the_estimate_counts_the_trace_and_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every backward pass takes a second, and so do the rows at a datum: as many as a fit makes."""
     monkeypatch.setattr(cost, "seconds_of", lambda work: 0.0)

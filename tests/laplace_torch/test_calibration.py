@@ -46,6 +46,7 @@ def halves(net: Digits) -> tuple[DataLoader, Tensor, Tensor]:
     return tuning, net.new_x[60:], net.new_y[60:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [0.25, 1.0, 4.0], ids=["too cautious", "calibrated", "confident"])
 def test_it_is_as_good_as_temperature_scaling_on_confident_and_on_cautious_networks(net: Digits, factor: float) -> None:
     la = fitted(net, factor)

@@ -111,6 +111,7 @@ def test_known_contrasts_have_the_covariance_of_all_contrasts(subset: str, k: in
     assert float((few[1] - whole[1]).abs().max()) > 1e-3  # and the others are filled in
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     seed=st.integers(0, 10**6),

@@ -122,6 +122,7 @@ def test_float32_is_as_good_as_float64_and_both_are_bounds(drawn: tuple[Task, di
         assert abs(evidence - wide_evidence) <= 0.5 + 0.01 * abs(wide_evidence)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(tasks())
 def test_the_guarantee_holds_with_derivatives_in_float32(drawn: tuple[Task, dict[str, float], int]) -> None:
@@ -186,6 +187,7 @@ def test_outputs_take_turns_where_the_epochs_are_few() -> None:
     assert la.report_.epochs <= 1.34 and float(ratios.max()) < 10 and float(ratios.max() / ratios.min()) < 1.5
 
 
+@pytest.mark.slow
 def test_the_evidence_of_a_sine_curve_finds_the_same_noise_in_float32_and_float64() -> None:
     torch.manual_seed(0)
     x = 8 * torch.rand(150, 1)

@@ -29,6 +29,7 @@ def fitted(case: Net, dtype: torch.dtype = torch.float64, **settings: Any) -> An
 # The link
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [30.0, 100.0])
 def test_the_quasi_random_link_is_as_good_as_ten_thousand_samples_on_digits(precision: float) -> None:
     """Plain sampling is averaged over four seeds, of 10⁴ samples each, so that its noise does not decide."""

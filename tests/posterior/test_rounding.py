@@ -43,6 +43,7 @@ def written_out(model: nn.Module, loader: DataLoader, subset: str = "all") -> tu
     return rows, J.T @ W @ J
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("subset", "width", "num_data"), [("all", 6, 40), ("last_layer", 8, 300)])
 @pytest.mark.parametrize("scale", [1.0, 20.0])
 def test_more_actions_than_weights_are_not_below_the_exact_variance(

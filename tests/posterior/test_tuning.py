@@ -88,6 +88,7 @@ class Counted:
         return DataLoader(Batches(), batch_size=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("likelihood", "cotangents"), [("classification", 1), ("regression", 2)])
 def test_the_grid_picks_what_fifty_refits_would_pick_and_passes_the_validation_set_once(
     likelihood: str, cotangents: int
