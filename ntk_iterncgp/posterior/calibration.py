@@ -2,9 +2,12 @@
 
 A variance can only make predictions less sure, so a network that is too cautious needs T < 1; one temperature cannot
 tell inputs apart, so one that is sure of unfamiliar inputs needs the variance. T alone is δ = ∞, precision alone T = 1.
-With few data the pair is overfitted more than either, so they are compared by cross-fitting: each datum is judged by
-what the others chose. Another family than temperature scaling must be better than it by `CLEAR` standard errors of
-the paired difference, so that this is never worse than temperature scaling beyond the noise of the tuning set.
+
+Held-out data are familiar, and often cannot tell one pair from another: a temperature does there what the variance
+does. Elsewhere, under shift, it does not. So the pair is that of **the most variance that costs at most `TOLERANCE`
+nats** beside the best. With few data a pair is overfitted more than a single number, so families are compared by
+cross-fitting, each datum judged by what the others chose, and the pair gives way to the temperature alone, or another,
+that is better by `MARGIN` nats and by a standard error.
 
 Few data of which the network has none wrong ask for T → 0. So log T has a prior, N(0, s²): of the order of 1/N nats per
 datum, it decides nothing where there are enough.
@@ -31,7 +34,8 @@ FINER = (-0.5, -0.25, 0.0, 0.25, 0.5)  # steps of these grids, around the best o
 POINTS = 128  # of the link
 NUM_FOLDS = 5
 LEAST_DATA = 20
-CLEAR = 2.0  # standard errors
+TOLERANCE = 5e-4  # nats per datum, that more variance may cost
+MARGIN = 1e-3  # nats per datum, by which another family must be better than the pair
 DOUBT = 0.5  # of log T before any data: standard deviations from T = 1
 NEGLIGIBLE = 3e-4  # nats, by which a variance may change the mean datum's loss where none is wanted
 MOST_STEPS = 20  # of the grid, towards that
@@ -39,7 +43,7 @@ MOST_STEPS = 20  # of the grid, towards that
 Pair = tuple[float, float]
 """An output temperature and a prior precision, which may be infinite: no variance."""
 
-FAMILIES = ("neither", "temperature", "precision", "both")
+FAMILIES = ("both", "temperature", "precision", "neither")  # in order of preference
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Calibration:
 
     output_temperature: float
     prior_precision: float
-    family: str  # one of "neither", "temperature", "precision", "both"
+    family: str  # one of `FAMILIES`
     num_data: int
     losses: Mapping[str, float]  # cross-fitted NLL of each family, nats per datum
     errors: Mapping[str, float]  # standard error of its difference from temperature scaling
@@ -67,7 +71,7 @@ class Calibration:
 
 _MEANING = {
     "neither": "the network is calibrated as it is",
-    "temperature": "temperature scaling, since these data do not tell that a variance adds to it",
+    "temperature": "temperature scaling, since a variance beside it costs too much on these data",
     "precision": "the posterior variance alone",
     "both": "the posterior variance and a temperature",
 }
@@ -127,8 +131,9 @@ class Losses:
         return float(self([pair]).mean())
 
     def best(self, pairs: Sequence[Pair]) -> Pair:
-        """The pair of least loss, a priori doubt included."""
-        return pairs[int((self(pairs).sum(1) + self.doubts(pairs)).argmin())]
+        """The pair with the most variance among those that are as good as the best, a priori doubt included."""
+        N = len(self._targets)
+        return pairs[_most_variance(pairs, (self(pairs).sum(1) + self.doubts(pairs)) / N)]
 
     def doubts(self, pairs: Sequence[Pair]) -> Tensor:  # (pairs,)
         """½(log T/s)²: what a temperature far from one must be worth in all."""
@@ -161,19 +166,25 @@ def calibrate(parts: Sequence[ValidationPart], posterior: WeightPosterior, noise
     losses = Losses(parts, posterior, noise_scale)
     candidates = _candidates(losses)
     fitted = {name: _crossfitted(losses, pairs) for name, pairs in candidates.items()}
-    floor, errors = fitted["temperature"], {}
-    chosen = "temperature"
-    for name, loss in fitted.items():
-        difference = floor - loss
-        errors[name] = float(difference.std() / math.sqrt(len(difference)))
-        better = loss.mean() < fitted[chosen].mean()
-        if better and float(difference.mean()) > CLEAR * errors[name]:
-            chosen = name
-    temperature, precision = losses.best(candidates[chosen])
-    if math.isinf(precision):
-        precision = _without_variance(losses, temperature)
     means = {name: float(loss.mean()) for name, loss in fitted.items()}
-    return Calibration(temperature, precision, chosen, len(floor), means, errors)
+    errors = {n: float((fitted["temperature"] - x).std() / math.sqrt(len(x))) for n, x in fitted.items()}
+    chosen = next(name for name in FAMILIES if not any(_is_better(other, fitted[name]) for other in fitted.values()))
+    temperature, precision = losses.best(candidates[chosen])
+    if math.isinf(precision):  # no variance
+        precision = _without_variance(losses, temperature)
+    return Calibration(temperature, precision, chosen, len(fitted[chosen]), means, errors)
+
+
+def _is_better(one: Tensor, other: Tensor) -> bool:  # (N,), (N,)
+    """Whether one is better than the other by more than `MARGIN` and a standard error of the paired difference."""
+    gain = other - one
+    return float(gain.mean()) > max(MARGIN, float(gain.std()) / math.sqrt(len(gain)))
+
+
+def _most_variance(pairs: Sequence[Pair], loss: Tensor) -> int:  # (pairs,) per datum
+    """The place of the best pair of the smallest precision at which one is as good as the best of all."""
+    near = (loss <= loss.min() + TOLERANCE).tolist()
+    return min((i for i, is_near in enumerate(near) if is_near), key=lambda i: (pairs[i][1], float(loss[i])))
 
 
 def _candidates(losses: Losses) -> dict[str, list[Pair]]:
@@ -207,7 +218,7 @@ def _crossfitted(losses: Losses, pairs: Sequence[Pair]) -> Tensor:  # (N,)
     order = torch.randperm(N, generator=torch.Generator().manual_seed(0)).to(table.device)
     result, total = torch.empty_like(table[0]), table.sum(1) + losses.doubts(pairs)
     for fold in order.tensor_split(min(NUM_FOLDS, N)):
-        best = int((total - table[:, fold].sum(1)).argmin())
+        best = _most_variance(pairs, (total - table[:, fold].sum(1)) / max(1, N - len(fold)))
         result[fold] = table[best, fold]
     return result
 

@@ -75,7 +75,8 @@ def test_a_run_leaves_its_results_and_nothing_half_done(run: Path) -> None:
     log = (run / "run.log").read_text(encoding="utf-8")
     assert "No checkpoint was given (model.checkpoint), so it is trained here for 6 epochs." in log
     assert "Posterior of an earlier fit with these settings" in log  # evaluate does not fit again
-    assert re.search(r"Prior precision \S+, by the NLL of 50 inputs held out\.", log)
+    assert re.search(r"Output temperature \S+ and prior precision \S+: .* by the cross-fitted NLL of 50 inputs", log)
+    assert json.loads((run / "posterior.json").read_text())["output_temperature"] > 0
 
 
 @pytest.mark.cli

@@ -138,7 +138,12 @@ def _num_data(setting: Setting, fitted: Fitted) -> int:
 def _hyperparameters(predictor: Predictor) -> dict[str, Any]:
     if isinstance(predictor, NetworkPredictor):
         precision = predictor.la.prior_precision.reshape(-1).tolist()
-        return {"prior_precision": precision, "noise_variance": predictor.noise_variance}
+        temperature = float(predictor.la.output_temperature)
+        return {
+            "prior_precision": precision,
+            "output_temperature": temperature,
+            "noise_variance": predictor.noise_variance,
+        }
     assert isinstance(predictor, KernelPredictor)
     return {"kernel": repr(predictor.prior.kernels[0]), "noise_variance": predictor.noise_variance}
 

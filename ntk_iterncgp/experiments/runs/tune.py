@@ -1,6 +1,7 @@
-"""The prior precision that `fit` leaves behind, and the noise of a regression: never chosen on what is tested on.
+"""The hyperparameters that `fit` leaves behind: never chosen on what is tested on.
 
-held out    the NLL, by quadrature, of data that the network was not trained on and the posterior not fitted to
+held out    of a classifier output temperature and precision together (`la.calibrate`), of a regression precision and
+            noise: by the NLL of data that the network was not trained on and the posterior not fitted to
 evidence    where there are none, or too few of them: the lower bound, from small matrices
 
 The evidence judges the linearised model, not its calibration, and tends to small precisions (CIFAR-10, ResNet-20: 56,
@@ -28,8 +29,6 @@ from torch.utils.data import DataLoader, Dataset
 from ntk_iterncgp.experiments.config import RunConfig
 from ntk_iterncgp.experiments.evaluation import regression
 from ntk_iterncgp.experiments.evaluation.compare import precision_grid
-from ntk_iterncgp.experiments.evaluation.crossfit import nll_of
-from ntk_iterncgp.experiments.evaluation.families import Ours
 from ntk_iterncgp.experiments.evaluation.sweep import validation_parts
 from ntk_iterncgp.experiments.evaluation.uncertainty import gaussian_losses
 from ntk_iterncgp.experiments.runs.prepare import LEAST_HELD_OUT, Setting
@@ -96,7 +95,7 @@ class Found:
 
 
 def tune(setting: Setting, la: Any) -> None:
-    """Set `prior_precision`, and `sigma_noise` of a regression, and report how they were found."""
+    """Set `prior_precision`, and `output_temperature` or `sigma_noise`, and report how they were found."""
     held_out, is_regression = setting.data.held_out, setting.data.task == "regression"
     if setting.config.tuning.protocol == "none":
         return
@@ -106,12 +105,15 @@ def tune(setting: Setting, la: Any) -> None:
             "of a classifier is the mode under one prior, and another precision takes another fit."
         )
         return
+    if held_out is not None and not is_regression:
+        setting.log(str(la.calibrate(DataLoader(held_out, setting.config.data.batch_size))))
+        return
     search = Search.of(setting.config)
     noises = regression.NOISES if is_regression else torch.ones(1)
     if held_out is None:
         loss, how = _of_evidence(setting, la, search, noises), _by_evidence(setting)
     else:
-        loss = (_of_targets if is_regression else _of_labels)(setting, la, search, held_out)
+        loss = _of_targets(setting, la, search, held_out)
         how = f"the NLL of {len(held_out):,} inputs held out"  # type: ignore[arg-type]
     found = search.best(len(noises), loss)
     la.prior_precision = float(search.precisions[found.precision])
@@ -147,23 +149,6 @@ def _comment(setting: Setting, found: Found, criterion: str) -> None:
             f"  that is outside of tuning.precision_min and precision_max, {tuning.precision_min:g} and "
             f"{tuning.precision_max:g}, between which {criterion} has no optimum"
         )
-
-
-def _of_labels(setting: Setting, la: Any, search: Search, held_out: Dataset[Any]) -> Loss:
-    config = setting.config
-    parts = validation_parts(la, DataLoader(held_out, config.data.batch_size), setting.log, "Held-out inputs")
-    family = Ours(
-        la.posterior,
-        parts,
-        la._noise_scale.detach(),
-        refined=config.fit.mean == "refined",
-        grid=search.precisions,
-        start=config.fit.prior_precision,
-        num_samples=config.evaluate.link_samples,
-    )
-    labels = torch.cat([part.targets for part in parts])
-    everything = torch.arange(len(labels))
-    return lambda i, j: float(nll_of(family.probabilities(i, everything, "quadrature"), labels).mean())
 
 
 def _of_targets(setting: Setting, la: Any, search: Search, held_out: Dataset[Any]) -> Loss:
