@@ -96,7 +96,7 @@ def test_the_readme_runs_without_the_extra(bin_folder: Path, tmp_path: Path) -> 
     assert outcome.returncode == 0, outcome.stderr
     file, kinds = outcome.stdout.splitlines()[-2:]
     assert Path(file).is_relative_to(bin_folder.parent)
-    assert kinds == "IterNCGPAllLaplace NonConjugateGP (5, 3)"
+    assert kinds == "IterNCGPAllLaplace NonConjugateGP (300, 2)"
 
 
 def test_the_template_of_the_report_is_installed(bin_folder: Path) -> None:

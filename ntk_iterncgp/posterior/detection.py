@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -147,6 +147,7 @@ class Novelty:
     of_classes: bool
     location: Tensor  # (k,), of each score
     scale: Tensor  # (k,)
+    lowest: Tensor  # (k,), standardised, at a familiar input
     typicality: Typicality
     ranked: Tensor  # (n,), ascending
 
@@ -168,20 +169,26 @@ class Novelty:
         location = values.median(1).values
         scale = values.quantile(HIGH, dim=1) - location
         scale = torch.where(scale > 0, scale, torch.ones_like(scale))  # ties
-        made = cls(tuple(names), of_classes, location, scale, typicality, location[:0])
-        return cls(tuple(names), of_classes, location, scale, typicality, made.score(ranked).sort().values)
+        lowest = ((values - location[:, None]) / scale[:, None]).amin(1)
+        made = cls(tuple(names), of_classes, location, scale, lowest, typicality, location[:0])
+        return replace(made, ranked=made.score(ranked).sort().values)
 
     def __len__(self) -> int:
         """n, the number of familiar inputs that are ranked."""
         return len(self.ranked)
 
     def score(self, latent: Latent) -> Tensor:  # (b,)
-        """The score of new inputs, higher for less familiar ones: the only one, or a weighted sum of several."""
+        """The score of new inputs, higher for less familiar ones: the only one, or a weighted sum of several.
+
+        In a sum, no score speaks for an input more than for the most familiar ones: far from all data a network may
+        have any amount of evidence.
+        """
         if len(self.names) == 1:
             return self._value(self.names[0], latent)
         total = torch.zeros_like(latent.variance)
-        for name, location, scale in zip(self.names, self.location, self.scale, strict=True):
-            standard = (self._value(name, latent) - location) / scale
+        calibrated = zip(self.names, self.location, self.scale, self.lowest, strict=True)
+        for name, location, scale, lowest in calibrated:
+            standard = ((self._value(name, latent) - location) / scale).maximum(lowest)
             total += standard.clamp_min(0) if name == TYPICALITY else SCORES[name].weight * standard
         return total
 
@@ -212,16 +219,16 @@ class Novelty:
     def from_dict(cls, saved: Mapping[str, Any], device: torch.device) -> Novelty:
         """What `to_dict` made, on a device; a `ValueError` where its parts do not fit together."""
         names: Any = saved.get("names")
-        tensors: list[Any] = [saved.get(name) for name in ("location", "scale", "ranked")]
+        tensors: list[Any] = [saved.get(name) for name in ("location", "scale", "lowest", "ranked")]
         is_whole = (
             isinstance(names, (list, tuple))
             and len(names) > 0
             and all(isinstance(name, str) and (name in SCORES or name == TYPICALITY) for name in names)
             and all(isinstance(t, Tensor) and t.dtype == torch.float64 and t.ndim == 1 for t in tensors)
-            and [len(t) for t in tensors[:2]] == 2 * [len(names)]
+            and [len(t) for t in tensors[:3]] == 3 * [len(names)]
             and all(bool(torch.isfinite(t).all()) for t in tensors)
-            and len(tensors[2]) > 0
-            and bool((tensors[1] > 0).all() and (tensors[2].diff() >= 0).all())
+            and len(tensors[3]) > 0
+            and bool((tensors[1] > 0).all() and (tensors[3].diff() >= 0).all())
             and isinstance(saved.get("of_classes"), bool)
         )
         if not is_whole:
@@ -229,6 +236,6 @@ class Novelty:
                 f"The scores of a saved detector must be known, sorted and finite; got {names!r}. Try to save it "
                 "again, or la.detector(inputs)."
             )
-        location, scale, ranked = (t.to(device) for t in tensors)
+        location, scale, lowest, ranked = (t.to(device) for t in tensors)
         typicality = Typicality.from_dict(saved.get("typicality"), device)
-        return cls(tuple(names), saved["of_classes"], location, scale, typicality, ranked)
+        return cls(tuple(names), saved["of_classes"], location, scale, lowest, typicality, ranked)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from laplace import Laplace
 from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset
@@ -134,6 +135,24 @@ def test_p_values_and_alarms_of_5000_other_familiar_inputs_are_uniform() -> None
     distance = max(float((places[1:] - p).max()), float((p - places[:-1]).max()))
     assert distance < 1.63 * (1 / n + 1 / 5000) ** 0.5, distance
     assert float((p <= 0.01).double().mean()) == pytest.approx(0.01, abs=0.005)
+
+
+def test_far_from_all_data_it_raises_an_alarm_however_much_evidence_the_network_has() -> None:
+    torch.manual_seed(0)
+    y, angle = torch.arange(900) % 2, torch.pi * torch.rand(900)
+    x = torch.stack([angle.cos() + y, angle.sin() * (1 - 2 * y) + y / 2], 1) + 0.15 * torch.randn(900, 2)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 32), torch.nn.SiLU(), torch.nn.Linear(32, 2))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    for _ in range(150):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x[:400]), y[:400]).backward()
+        optimizer.step()
+    la: Any = Laplace(model, "classification", "all", "iterncgp", num_actions=60)
+    la.fit(DataLoader(TensorDataset(x[:400], y[:400]), batch_size=100))
+    far = 20 * torch.randn(300, 2)
+    detector = la.detector(x[400:700])
+    assert float(model(far).detach().softmax(1).amax(1).mean()) > 0.99
+    assert float(detector.alarm(far).double().mean()) > 0.9 and float(detector.alarm(x[700:]).double().mean()) < 0.04
 
 
 def test_another_half_of_the_inputs_makes_the_same_detector(net: Digits, la: Any) -> None:
