@@ -156,6 +156,8 @@ def _add_prediction(command: argparse.ArgumentParser) -> None:
     command.add_argument("--output", metavar="FILE", help=outputs)
     links = ("quadrature", "probit")
     command.add_argument("--link", type=_link, choices=links, default=links[0], help="default: quadrature")
+    numbers = "of a network, how many contrasts of its outputs to compute: k, all or auto (default: auto)"
+    command.add_argument("--contrasts", type=_contrasts, default="auto", help=numbers)
     _add_model(command)
 
 
@@ -174,6 +176,14 @@ def _add_model(command: argparse.ArgumentParser) -> None:
 
 def _link(text: str) -> str:
     return "quadrature" if text == "accurate" else text  # its former name
+
+
+def _contrasts(text: str) -> int | str:
+    if text in ("all", "auto"):
+        return text
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"must be a positive whole number, all or auto; got {text!r}. Try auto.")
+    return int(text)
 
 
 def _add_settings(command: argparse.ArgumentParser) -> None:
@@ -241,8 +251,15 @@ def _predict(arguments: argparse.Namespace) -> int:
     _announce(f"predict for {arguments.input} from {posterior}")
     from ntk_iterncgp.experiments.runs import predict
 
-    settings = {"device": arguments.device, "link": arguments.link, "trusted_model": arguments.model}
-    predict(posterior, Path(arguments.input), output, **settings)
+    predict(
+        posterior,
+        Path(arguments.input),
+        output,
+        device=arguments.device,
+        link=arguments.link,
+        contrasts=arguments.contrasts,
+        trusted_model=arguments.model,
+    )
     return 0
 
 

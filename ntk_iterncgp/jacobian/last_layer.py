@@ -89,21 +89,26 @@ class LastLayerRows(Rows):
         return same
 
     def times(self, weights: Tensor) -> Tensor:
-        matrix = self._jacobian.matrix(weights.to(self._features.dtype))
+        weights = weights.to(self._features.dtype)
         if self._contrasts is not None and self._contrasts.ndim == 3:
-            return self._times_of_few(matrix)
+            return self._times_of_few(weights)
+        matrix = self._jacobian.matrix(weights)
         product = torch.einsum("bd,cdk->bck", self._features, matrix).double()
         return product if self._contrasts is None else self._contrasts.mT @ product
 
-    def _times_of_few(self, matrix: Tensor) -> Tensor:  # (C, D′, k) -> (b, r, k)
+    def _times_of_few(self, weights: Tensor) -> Tensor:  # (P, k) -> (b, r, k)
         """Of contrasts of a few classes each: a product with the weights of these alone, class by class."""
         assert self._contrasts is not None
+        C, D = self._jacobian.num_outputs, self._jacobian.num_features
+        matrix, bias = weights[: C * D].unflatten(0, (C, D)), weights[C * D :]  # (C, D, k), (C or 0, k)
+        features = self._features[:, :D]
         b, _, r = self._contrasts.shape
         has_part = (self._contrasts != 0).any(2)  # (b, C)
-        total = self._contrasts.new_zeros(b, r, matrix.shape[2])
+        total = self._contrasts.new_zeros(b, r, weights.shape[1])
         for c in has_part.any(0).nonzero()[:, 0].tolist():  # over classes that any input asks for
             where = has_part[:, c].nonzero()[:, 0]
-            product = (self._features[where] @ matrix[c]).double()  # (b_c, k)
+            product = (features[where] @ matrix[c]).double()  # (b_c, k)
+            product = product + bias[c].double() if len(bias) else product
             total.index_add_(0, where, self._contrasts[where, c, :, None] * product[:, None])
         return total
 

@@ -27,6 +27,7 @@ from ntk_iterncgp.fitting.network import EXACT, LinearisedNetwork, NetworkFit, N
 from ntk_iterncgp.fitting.newton_fit import fit_by_products, refine_by_products
 from ntk_iterncgp.fitting.report import FitReport
 from ntk_iterncgp.jacobian.autograd import SMALL_NETWORK, Logits, unwrapped
+from ntk_iterncgp.jacobian.last_layer import LastLayerJacobian
 from ntk_iterncgp.jacobian.rows import NetworkJacobian
 from ntk_iterncgp.laplace_torch.hyperparameters import check_hyperparameters, hyperparameters
 from ntk_iterncgp.laplace_torch.updating import (
@@ -386,7 +387,7 @@ class FittedNetwork(BaseFunctionalLaplace):
         """With the shape of the covariance of the outputs, from a few of the first inputs."""
         first, jacobian, posterior = network.first_batch, network.jacobian, found.posterior
         num_rows, C = first.outputs.shape
-        is_small = jacobian.num_params <= SMALL_NETWORK
+        is_small = jacobian.num_params <= SMALL_NETWORK or isinstance(jacobian, LastLayerJacobian)
         number = min(num_rows, reference_size(network.data.num_data(num_rows), C, is_small=is_small))
         if number == 0 or not network.classification or jacobian.num_tokens > 1:
             return found

@@ -54,7 +54,7 @@ def checked_contrasts(contrasts: int | str) -> int | str:
 
 
 def reference_size(num_data: int, num_outputs: int, *, is_small: bool) -> int:
-    """Count the inputs that a shape is learnt from: those of a few percent of a fit, or eight of a small network.
+    """Count the inputs that a shape is learnt from: those of a few percent of a fit, or eight where rows cost little.
 
     None where two outputs are all, or where a fit has too few data to afford one.
     """

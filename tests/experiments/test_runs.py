@@ -131,6 +131,13 @@ def test_the_posterior_file_predicts_as_the_posterior_does(run: Path, tmp_path: 
     content = np.load(tmp_path / "out.npz", allow_pickle=False)
     np.testing.assert_allclose(content["probabilities"], expected.numpy(), atol=1e-5)
     np.testing.assert_allclose(content["epistemic"] + content["aleatoric"], content["entropy"], atol=1e-9)
+    assert cli.main(["predict", *arguments, "--contrasts", "2", "--output", str(tmp_path / "few.npz")]) == 0
+    variance = restored.predictor.latent(x, 2)[1].diagonal(dim1=1, dim2=2).sum(1)
+    few = np.load(tmp_path / "few.npz", allow_pickle=False)["variance"]
+    np.testing.assert_allclose(few, variance.numpy(), rtol=1e-5)
+    assert not np.allclose(few, content["variance"])
+    with pytest.raises(SystemExit):
+        cli.main(["predict", *arguments, "--contrasts", "most"])
     rows = list(csv.reader((tmp_path / "new.csv").read_text(encoding="utf-8").splitlines()))
     assert rows[0][:7] == ["input", "class", "confidence", "entropy", "epistemic", "aleatoric", "variance"]
     assert len(rows) == 21 and rows[1][1] == str(int(expected[0].argmax()))

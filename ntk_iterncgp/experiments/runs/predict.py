@@ -112,6 +112,7 @@ def predict(
     *,
     device: str = "auto",
     link: str = "quadrature",
+    contrasts: int | str = "auto",
     trusted_model: str | None = None,
 ) -> Path:
     """The whole command: a .csv with a line per input, or an .npz."""
@@ -119,7 +120,7 @@ def predict(
         raise ConfigError(f"--output must end in .csv or .npz; got '{output}'. Try predictions.csv.")
     restored = restore(posterior, chosen_device(device), trusted_model=trusted_model)
     x = datasets.inputs_for(inputs, restored.scaling, restored.input_shape)
-    columns = columns_of(restored, x, link)
+    columns = columns_of(restored, x, link, contrasts)
     output.parent.mkdir(parents=True, exist_ok=True)
     if output.suffix == ".npz":
         write_atomically(output, lambda path: _write_npz(path, columns))
@@ -130,14 +131,14 @@ def predict(
     return output
 
 
-def columns_of(restored: Restored, x: Tensor, link: str) -> dict[str, Tensor]:
+def columns_of(restored: Restored, x: Tensor, link: str, contrasts: int | str = "auto") -> dict[str, Tensor]:
     """Each column of the file, (b,); probabilities are (b, C)."""
     config, targets, parts = restored.config, restored.targets, []
     batches = x.split(config.data.batch_size)
     for batch in reported(batches, "Predicting", print, total=len(batches), unit="batches"):
         if config.kernel.name is not None:
             batch = as_rows(batch, restored.scaling, restored.input_shape)
-        mean, covariance = restored.predictor.latent(batch)
+        mean, covariance = restored.predictor.latent(batch, contrasts)
         if targets is None:
             parts.append(_of_classes(mean, covariance, link, config.evaluate.link_samples))
         else:

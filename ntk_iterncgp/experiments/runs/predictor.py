@@ -35,8 +35,8 @@ class Predictor(ABC):
         """Of a regression; one otherwise."""
 
     @abstractmethod
-    def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:  # (b, C), (b, C, C)
-        """Mean and covariance at inputs scaled as in the fit."""
+    def latent(self, x: Tensor, contrasts: int | str = "auto") -> tuple[Tensor, Tensor]:  # (b, C), (b, C, C)
+        """Mean and covariance at inputs scaled as in the fit; of a network from so many contrasts of its outputs."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
@@ -54,8 +54,8 @@ class NetworkPredictor(Predictor):
     def noise_variance(self) -> float:
         return float(self.la.sigma_noise) ** 2
 
-    def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        mean, covariance = self.la.latent(x.to(self.la._device))
+    def latent(self, x: Tensor, contrasts: int | str = "auto") -> tuple[Tensor, Tensor]:
+        mean, covariance = self.la.latent(x.to(self.la._device), contrasts=contrasts)
         return mean.double().cpu(), covariance.double().cpu()
 
     def state(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class KernelPredictor(Predictor):
     def factor(self) -> Factor:
         return Factor(self.action_gram)
 
-    def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def latent(self, x: Tensor, contrasts: int | str = "auto") -> tuple[Tensor, Tensor]:
         x = x.to(self.prior.inputs)
         buffer = Buffer(self.actions, self.actions)  # predictions ask for the actions alone
         prior_mean, cross, covariance = self.prior.at(x, buffer)
