@@ -25,7 +25,7 @@ MIN_GAIN = 0.01  # of log Z, below which a step does not pay; only ratios of evi
 PATIENCE = 2  # such steps
 MAX_LINE_SEARCH = 12
 SHRINK = math.log(4.0)  # of an outputscale, at a time
-MAX_SHRINKS = 8
+MAX_SHRINKS, SHRINK_STEPS = 8, 4
 UNUSABLE = -1e12  # what stands for the evidence where K cannot be factored
 
 
@@ -188,8 +188,7 @@ def shrink_while(
     """
     held = evaluations.mask(names)
 
-    def moved(place: Tensor, by: float) -> tuple[Tensor, float]:
-        place = place + by * held
+    def from_here(place: Tensor, max_steps: int) -> tuple[Tensor, float]:
         begin = evaluations.number
         _climb(evaluations, place, max_steps, tolerance, held)
         found = evaluations.best_since(begin)
@@ -198,12 +197,14 @@ def shrink_while(
     trail = [(evaluations.best[1], score(evaluations.best[1]))]
     yield trail[0]
     while len(trail) <= MAX_SHRINKS and (len(trail) < 2 or trail[-1][1] > trail[-2][1]):
-        trail.append(moved(trail[-1][0], -SHRINK))
+        # The others go on as they went, and then a few steps: what counts is the score, not the last digit of log Z.
+        step = trail[-1][0] - trail[-2][0] if len(trail) > 1 else -SHRINK * held
+        trail.append(from_here(trail[-1][0] + step, min(max_steps, SHRINK_STEPS)))
         yield trail[-1]
     if len(trail) > 2:
-        (_, a), (middle, b), (_, c) = trail[-3:]
+        (_, a), (middle, b), (last, c) = trail[-3:]
         if b > max(a, c):
-            yield moved(middle, SHRINK * 0.5 * (a - c) / (a - 2 * b + c))
+            yield from_here(middle + 0.5 * (a - c) / (2 * b - a - c) * (middle - last), max_steps)
 
 
 def _climb(
