@@ -238,8 +238,8 @@ class IterNCGPLaplace(Detecting, FittedNetwork):
         clusters = state.clusters if isinstance(state, ClusterState) else None
         if clusters is None or self.posterior.rank != min(clusters.rank, len(self.mean)):
             raise RuntimeError(
-                "attribution must follow a fit with policy='clusters' in this process, whose groups are known; got a "
-                "posterior that was loaded, compressed, updated or merged. Try fit(train_loader) with all data first."
+                "attribution must follow a fit with policy='clusters' in this process, whose groups are known; got an "
+                "exact, loaded, compressed, updated or merged one. Try policy='clusters' and fit(train_loader)."
             )
         posterior = unfolded(self.posterior, clusters).conditioned(self.prior_precision, self._noise_scale)
         groups, combinations = clusters.group_images(), clusters.combinations()
