@@ -80,6 +80,16 @@ def test_a_run_leaves_its_results_and_nothing_half_done(run: Path) -> None:
 
 
 @pytest.mark.cli
+def test_the_detector_is_scored_beside_the_methods(run: Path) -> None:
+    found = json.loads((run / "results.json").read_text())["novelty"]
+    assert found["rate"] == pytest.approx(1 / (found["num_ranked"] + 1)) or found["rate"] in (0.01, 0.05)
+    assert 0 <= found["test_alarms"] < 0.5 and found["sets"].keys() == {"rotated", "noise"}
+    assert found["sets"]["noise"]["auroc"] > 0.7
+    sentence = f"with AUROC {found['sets']['noise']['auroc']:.3f}, alarms at"
+    assert all(sentence in (run / name).read_text(encoding="utf-8") for name in ("run.log", "report.html"))
+
+
+@pytest.mark.cli
 def test_the_resolved_settings_repeat_the_run(run: Path) -> None:
     config = load(run / "config.yaml")
     assert config.data.train_limit == 300 and config.data.ood == ("rotated", "noise")

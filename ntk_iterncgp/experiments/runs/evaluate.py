@@ -20,6 +20,7 @@ from ntk_iterncgp.experiments.evaluation.compare import LABELS, Comparison, comp
 from ntk_iterncgp.experiments.evaluation.crossfit import folds_of
 from ntk_iterncgp.experiments.evaluation.families import Family, Tabulated, Tempered
 from ntk_iterncgp.experiments.evaluation.html import Opening, Page, as_html, cost_note, cost_table
+from ntk_iterncgp.experiments.evaluation.novelty import in_words, novelty
 from ntk_iterncgp.experiments.evaluation.pictures import cards
 from ntk_iterncgp.experiments.evaluation.regression import RegressionComparison
 from ntk_iterncgp.experiments.evaluation.stopwatch import Stopwatch
@@ -79,7 +80,8 @@ def _finish_classes(
 ) -> Comparison:
     comparison = _compare_classes(setting, fitted)
     table = report.results_table(comparison)
-    pictures = _pictures(setting, comparison)
+    pictures, detector, data = _pictures(setting, comparison), fitted.predictor.detector, setting.data
+    found = None if detector is None else novelty(detector, data.test, data.ood, setting.config.data.batch_size)
     _finish(
         setting,
         fitted,
@@ -87,7 +89,7 @@ def _finish_classes(
         Page(
             title=title,
             summary=report.summary(comparison, setting.config, about, fitted.report),
-            verdict=report.verdict(comparison.results),
+            verdict=report.verdict(comparison.results) + ([] if found is None else [in_words(found)]),
             results=table,
             others=report.others_table(comparison),
             panels=figures.panels(comparison, fitted.report),
@@ -97,7 +99,7 @@ def _finish_classes(
             opening=None if opening is None else opening(setting, fitted, comparison),
         ),
         shown=report.on_screen(comparison),
-        numbers=report.as_json(comparison),
+        numbers={**report.as_json(comparison), "novelty": found},
     )
     return comparison
 
