@@ -215,11 +215,6 @@ class Clusters:
         )
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """(N, C)."""
-        return len(self.outputs), self.outputs.shape[1]
-
-    @property
     def num_directions(self) -> int:
         """How many directions have been taken so far."""
         return sum(len(done.directions) for done in self.passes)

@@ -306,14 +306,16 @@ class MapStyle:
         return DataLoader(reader, batch_sampler=batches, **settings)
 
 
+@dataclass(frozen=True, eq=False)
 class FixedBatches:
     """A re-iterable over the batches of a loader, the same on every sweep."""
 
-    def __init__(self, iterable: Iterable[Any], length: int, source: MapStyle | None = None) -> None:
-        self.iterable, self._length, self.source = iterable, length, source
+    iterable: Iterable[Any]
+    length: int
+    source: MapStyle | None = None
 
     def __len__(self) -> int:
-        return self._length
+        return self.length
 
     def __iter__(self) -> Iterator[Any]:
         if isinstance(self.iterable, TensorBatches):

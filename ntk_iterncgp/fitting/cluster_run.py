@@ -12,7 +12,7 @@ import math
 from collections.abc import Generator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -295,22 +295,17 @@ def refine_by_clusters(
     return _finish(trajectory, network, settings)
 
 
+@dataclass(eq=False)
 class ClusterRun(Run[AnyState]):
     """The forward sweep and `max_passes` passes, or passes until nothing is new."""
 
-    waits = True
+    waits: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        network: LinearisedNetwork,
-        settings: NetworkSettings,
-        budget: Budget,
-        *,
-        max_passes: int | None,
-    ) -> None:
-        self.network, self.settings, self.budget = network, settings, budget
-        self.max_passes = max_passes
-        self.has_own_sums = False  # the images of the current pass are those of this process, not yet of all
+    network: LinearisedNetwork
+    settings: NetworkSettings
+    budget: Budget
+    max_passes: int | None
+    has_own_sums: bool = False  # the images of the current pass are those of this process, not yet of all
 
     # --- the algorithm ------------------------------------------------------------------------------------------------
 
@@ -527,4 +522,5 @@ def _finish(trajectory: Trajectory[AnyState], network: LinearisedNetwork, settin
         trace_is_exact=state.trace_is_exact,
     )
     seen = data_fingerprint(state.digests)
-    return NetworkFit(posterior, loss, *clusters.shape, report, state, network.first_batch, seen)
+    N, C = clusters.outputs.shape
+    return NetworkFit(posterior, loss, N, C, report, state, network.first_batch, seen)

@@ -17,7 +17,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from tqdm.auto import tqdm
 
@@ -84,7 +84,7 @@ class Trajectory(Generic[S]):
 class Run(ABC, Generic[S]):
     """An algorithm as a generator of states, and what its driver needs to know about them."""
 
-    waits = False
+    waits: ClassVar[bool] = False
     """Whether Ctrl-C has to wait for the next state: some of a state's tensors are summed up in place."""
 
     @abstractmethod

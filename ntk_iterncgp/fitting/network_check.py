@@ -287,7 +287,7 @@ def _visit(
     clusters: Clusters, size: float, network: LinearisedNetwork, settings: NetworkSettings, found: Findings
 ) -> None:
     """Look at some data again, all in one go."""
-    jacobian, (num_data, num_outputs) = network.jacobian, clusters.shape
+    jacobian, (num_data, num_outputs) = network.jacobian, clusters.outputs.shape
     latest, device = clusters.passes[-1], clusters.outputs.device
     generator = torch.Generator().manual_seed(len(clusters.passes))
     groups = _some_groups(latest, max_group_data(jacobian, num_data), generator).to(device)

@@ -110,11 +110,10 @@ def combined_gram(gram: Tensor, sizes: list[int], combinations: list[Tensor | No
     if all(best is None for best in combinations):
         return gram
 
-    def of_rows(matrix: Tensor) -> Tensor:
-        parts = zip(matrix.split(sizes), combinations, strict=True)
-        return torch.cat([part if best is None else best.T @ part for part, best in parts])
-
-    return of_rows(of_rows(gram).T)
+    for _ in range(2):  # rows, then columns
+        parts = zip(gram.split(sizes), combinations, strict=True)
+        gram = torch.cat([part if best is None else best.T @ part for part, best in parts]).T
+    return gram.T
 
 
 def independent_columns(gram: Tensor) -> Tensor:  # (B, B) -> (B',)

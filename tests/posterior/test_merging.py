@@ -33,7 +33,7 @@ def fitted(net: Net, rows: range, dtype: torch.dtype = torch.float64, **settings
 def actions(la: Any, rows: range, num_data: int) -> Tensor:  # (n, B)
     """S = W U Q of a fit of some rows, as columns over all data."""
     clusters = la._fit.state.clusters
-    C, columns = clusters.shape[1], []
+    C, columns = clusters.outputs.shape[1], []
     for done in clusters.passes:
         for u in done.directions:
             block = torch.zeros(num_data, C, done.num_groups, dtype=torch.float64)
