@@ -267,6 +267,12 @@ class FixedOrderData:
         """How many data a batch of inputs holds."""
         return len(x[self.dict_key_x] if isinstance(x, Mapping) else x)
 
+    def chunk(self, x: Inputs, size: int) -> Iterator[Inputs]:
+        """A batch of inputs in parts of at most `size` data."""
+        rows = self.num_rows(x)
+        for start in range(0, rows, size):
+            yield slice_rows(x, slice(start, min(start + size, rows)), rows)
+
 
 def _of_one_width(blocks: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Blocks that all processes can put together: without columns where batches were padded, each to its own length."""

@@ -297,7 +297,7 @@ def test_keys_of_a_mapping_may_be_chosen() -> None:
     data = fixed([{"image": X, "target": y, "extra": X[:2]}], dict_key_x="image", dict_key_y="target")
     ((x, targets),) = data.batches()
     assert torch.equal(targets, y) and data.num_rows(x) == N
-    parts = [slice_rows(x, rows, N) for rows in torch.arange(N).split(4)]
+    parts = list(data.chunk(x, 4))
     assert [data.num_rows(part) for part in parts] == [4, 4, 2]
     assert all(len(part["extra"]) == 2 for part in parts)  # not one entry per datum: handed on whole
     assert torch.equal(torch.cat([part["image"] for part in parts]), X)
@@ -315,6 +315,12 @@ def test_a_mapping_without_targets_is_refused_by_its_keys() -> None:
 def test_a_batch_that_is_no_pair_is_refused(batch: Any, found: str) -> None:
     with pytest.raises(ValueError, match=rf"a pair \(x, y\) or a mapping; got {found}"):
         next(fixed([batch]).batches())
+
+
+def test_chunks_of_a_tensor_hold_its_rows_in_order() -> None:
+    data = fixed([(X, y)])
+    parts = list(data.chunk(X, 3))
+    assert [len(part) for part in parts] == [3, 3, 3, 1] and torch.equal(torch.cat(parts), X)
 
 
 def test_a_row_of_a_mapping_keeps_its_type_and_shared_items() -> None:
