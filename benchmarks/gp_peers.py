@@ -9,7 +9,8 @@ standardised inputs. scikit-learn's bundled sets in full, and synthetic sets of 
 left out where N is above their limit.
 
 Counts: designs on which a log-linear GLM is wrong (waves, an interaction, a threshold, saturation, a ring), and one
-on which it is right. Ours after `optimize` beside scikit-learn's PoissonRegressor, its penalty chosen by the same data.
+on which it is right. `NonConjugateGP` after `optimize` beside scikit-learn's PoissonRegressor, its penalty chosen by
+the same data.
 
 NLL       mean negative log predictive density of test targets, in nats
 score     accuracy, or RMSE in units of the standard deviation of the test targets
@@ -289,7 +290,7 @@ def count_nll(mean: Tensor, variance: Tensor, counts: Tensor) -> float:
 
 
 def compare_counts(name: str, size: int, seed: int) -> list[Row]:
-    """Ours and a Poisson GLM on one design."""
+    """`NonConjugateGP` and a Poisson GLM on one design."""
     rng = np.random.default_rng(seed)
     X, x = rng.uniform(-1, 1, (size, 2)), rng.uniform(-1, 1, (4000, 2))
     log_rate = DESIGNS[name][0]

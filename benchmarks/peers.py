@@ -110,7 +110,7 @@ def compared(config: RunConfig, setting: Setting) -> tuple[str, list[dict[str, A
 
 
 def refined(setting: Setting, model: nn.Module, loader: DataLoader, watch: Stopwatch) -> dict[str, WeightPosterior]:
-    """Ours at larger budgets, the cost of each being that from the beginning."""
+    """IterNCGP at larger budgets, the cost of each being that from the beginning."""
     la, held, posteriors = make_flavour(setting.config, model), reset_peak(), {}
     with watch("refine"):
         la.fit(loader)

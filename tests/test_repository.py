@@ -36,7 +36,7 @@ ORDER = [
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 
 # Top-level folders that are made by tools or runs and never committed, as in .gitignore.
-NOT_OURS = {"build", "dist", "data", "runs", "results"}
+NOT_OURS = {"build", "dist", "site", "data", "runs", "results"}
 FOREIGN_PATH = re.compile(r"(?<![\w.~/}-])/(?:home|root|Users|work|mnt|scratch)(?![\w-])|[A-Za-z]:\\+Users\b")
 # What a test with the marker does. Every command has a `main`; examples are run by runpy.
 MARKED = {

@@ -254,8 +254,8 @@ def train(
                 total += len(y)
                 progress.advance()
     model.eval()
-    share = score / max(1.0, total)
-    return math.sqrt(share) if is_regression else share
+    mean_score = score / max(1.0, total)
+    return math.sqrt(mean_score) if is_regression else mean_score
 
 
 def _imported(path: str, arguments: Mapping[str, Any]) -> nn.Module:

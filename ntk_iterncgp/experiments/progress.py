@@ -60,10 +60,10 @@ class Progress:
         if total is None:
             what = f"{done:,} {self.unit} " if done else ""
             return f"{self.what}: {what}after {duration(seconds)}"
-        share = f"{self.what}: {min(done, total):,} of {total:,} {self.unit} after {duration(seconds)}"
+        done_so_far = f"{self.what}: {min(done, total):,} of {total:,} {self.unit} after {duration(seconds)}"
         if not 0 < done < total:
-            return share
-        return f"{share}, about {duration(seconds * (total - done) / done)} to go"
+            return done_so_far
+        return f"{done_so_far}, about {duration(seconds * (total - done) / done)} to go"
 
     def counted(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """The same loader, of which each sweep counts anew, batch by batch."""

@@ -19,7 +19,7 @@ from ntk_iterncgp.experiments.evaluation.crossfit import folds
 from ntk_iterncgp.experiments.evaluation.regression import (
     NOISES,
     Fixed,
-    Ours,
+    IterNCGP,
     Spectral,
     Units,
     best_pair,
@@ -54,7 +54,10 @@ def test_ours_with_all_actions_is_the_exact_posterior_at_every_precision_and_noi
     parts = pass_once(la, DataLoader(TensorDataset(x, torch.zeros(8, 1, dtype=torch.float64)), 3), False)
     J, J_x = (Jacobian(model).rows(inputs, len(inputs)).jacobian[:, 0] for inputs in (X, x))
     values, vectors = torch.linalg.eigh(J.T @ J)
-    ours, exact = Ours(la.posterior, parts, GRID, refined=False), Spectral(model(x)[:, 0], J_x @ vectors, values, GRID)
+    ours, exact = (
+        IterNCGP(la.posterior, parts, GRID, refined=False),
+        Spectral(model(x)[:, 0], J_x @ vectors, values, GRID),
+    )
     for precision, noise in ((0.1, 0.01), (3.0, 0.5)):
         weights = torch.linalg.inv(J.T @ J / noise + precision * torch.eye(J.shape[1], dtype=torch.float64))
         truth = (J_x @ weights @ J_x.T).diagonal()

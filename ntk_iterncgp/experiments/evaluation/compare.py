@@ -2,7 +2,7 @@
 
 One sweep over the test inputs (and those of another kind) computes the rows of J, which every method looks at. Then
 each method's hyperparameter is chosen by cross-fitting (`crossfit.py`), its probabilities are scored, and the
-difference of its NLL to ours gets a bootstrap interval.
+difference of its NLL to that of IterNCGP gets a bootstrap interval.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ntk_iterncgp.experiments.config import EvaluateConfig, RunConfig
 from ntk_iterncgp.experiments.datasets import Data
 from ntk_iterncgp.experiments.evaluation.baselines import BASELINES, Baseline, Unavailable
 from ntk_iterncgp.experiments.evaluation.crossfit import Fold, Tuned, coarse_places, crossfit, folds_of, nll_of
-from ntk_iterncgp.experiments.evaluation.families import Family, Latent, Ours, Tempered
+from ntk_iterncgp.experiments.evaluation.families import Family, IterNCGP, Latent, Tempered
 from ntk_iterncgp.experiments.evaluation.links import entropy
 from ntk_iterncgp.experiments.evaluation.metrics import ClassificationMetrics, classification_metrics
 from ntk_iterncgp.experiments.evaluation.ood import OODMetrics, ood_metrics
@@ -64,7 +64,7 @@ class Result:
     losses: Tensor = field(repr=False)  # NLL (b,)
     tuned: Tuned = field(repr=False)
     ood: dict[str, OtherKind] = field(default_factory=dict, repr=False)
-    difference: Difference | None = None  # its NLL less ours
+    difference: Difference | None = None  # its NLL less that of IterNCGP
     fit_bytes: int | None = None  # the peak of memory, where it was measured
     exact_ratio: dict[str, Tensor] = field(default_factory=dict, repr=False)  # set -> its variance over the exact one
 
@@ -77,7 +77,7 @@ class Comparison:
     labels: Tensor  # of the scored inputs (b,)
     scored: Tensor  # their places in the test set (b,)
     unavailable: dict[str, str]  # label -> why
-    contraction: dict[str, Tensor]  # set -> posterior over prior variance at each input, ours
+    contraction: dict[str, Tensor]  # set -> posterior over prior variance at each input, by IterNCGP
     rows_seconds: float
     information: float | None = None  # captured, at the tuned prior precision
     evidence_precision: float | None = None  # of the grid, where our bound on the evidence is largest
@@ -108,7 +108,7 @@ def compare_network(
     watch: Stopwatch | None = None,
     more: Mapping[str, WeightPosterior] | None = None,
 ) -> Comparison:
-    """Ours, as fitted in `la`, beside the baselines of the settings; `more` are posteriors of `la` at other budgets."""
+    """IterNCGP as in `la`, beside the baselines of the settings; `more` are posteriors of `la` at other budgets."""
     watch, grid, start = watch or Stopwatch(), precision_grid(config), float(la.prior_precision.reshape(-1)[0])
     is_refined = la.settings.mean == "refined"  # and then has the precision of its fit, which must be on the grid
     if is_refined:
@@ -130,7 +130,7 @@ def compare_network(
         families["temperature"] = Tempered(outputs, TEMPERATURES)
     families |= {name: kind.family(start, settings.link_samples) for name, kind in baselines.items()}
     ours = {
-        name: Ours(
+        name: IterNCGP(
             posterior,
             parts[name],
             la._noise_scale.detach(),
@@ -160,7 +160,7 @@ def compare_families(
     *,
     watch: Stopwatch,
     unavailable: dict[str, str],
-    prior: Ours | None = None,
+    prior: IterNCGP | None = None,
     evident: int | None = None,  # where in the grid of precisions detection by variances is scored
     names: Mapping[str, str] = LABELS,
 ) -> Comparison:
@@ -178,7 +178,7 @@ def compare_families(
             values = " / ".join(f"{value:.3g}" for value in results[-1].values)
             log(f"  tuned to {values}, an end of the grid: at the upper one, its variance does not help here")
     ours = next(result for result in results if result.name == "ours")
-    kept = [_with_difference(result, ours, settings, config.seed) for result in results]
+    compared = [_with_difference(result, ours, settings, config.seed) for result in results]
     chosen = {"test": torch.arange(sizes["test"])} | {name: torch.cat(list(parts)) for name, parts in others.items()}
     index, contraction = ours.tuned.indices[0], {}
     if prior is not None:
@@ -186,9 +186,9 @@ def compare_families(
     exact = families.get("exact")
     if isinstance(exact, Latent):
         truth = {name: _trace(exact, index, inputs) for name, inputs in chosen.items()}
-        kept = [_with_ratio(result, families[result.name], index, chosen, truth) for result in kept]
+        compared = [_with_ratio(result, families[result.name], index, chosen, truth) for result in compared]
     scored = ours.tuned.scored
-    return Comparison(kept, labels[scored], scored, unavailable, contraction, watch.seconds.get("rows", 0.0))
+    return Comparison(compared, labels[scored], scored, unavailable, contraction, watch.seconds.get("rows", 0.0))
 
 
 def _fit_baselines(
@@ -256,7 +256,7 @@ def _seen(
 
 
 def _other_folds(sizes: Mapping[str, int], num_folds: int) -> dict[str, tuple[Tensor, ...]]:
-    """Out-of-distribution inputs have no labels to tune on: each fold's hyperparameter scores its share of them."""
+    """Out-of-distribution inputs have no labels to tune on: each fold's hyperparameter scores its own part of them."""
     first, result = sizes["test"], {}
     for name, size in sizes.items():
         if name != "test":
@@ -329,7 +329,7 @@ def _with_difference(result: Result, ours: Result, settings: EvaluateConfig, see
 def _with_ratio(
     result: Result, family: Family, index: int, chosen: Mapping[str, Tensor], truth: Mapping[str, Tensor]
 ) -> Result:
-    """With its variance over the exact one, all at the prior precision that ours was tuned to."""
+    """With its variance over the exact one, all at the prior precision that IterNCGP was tuned to."""
     if not isinstance(family, Latent):
         return result
     return replace(result, exact_ratio={name: _trace(family, index, chosen[name]) / truth[name] for name in chosen})
@@ -340,6 +340,6 @@ def _trace(family: Latent, index: int, chosen: Tensor) -> Tensor:  # (b,)
     return torch.cat([part.diagonal(dim1=1, dim2=2).sum(1) for part in parts]).cpu()
 
 
-def _contraction(ours: Ours, index: int, chosen: Tensor) -> Tensor:  # (b,)
+def _contraction(ours: IterNCGP, index: int, chosen: Tensor) -> Tensor:  # (b,)
     """Our variance over the prior's at each input: one where the data say nothing."""
     return _trace(ours, index, chosen) / ours.prior_variance(index, chosen).cpu()

@@ -4,7 +4,7 @@ crossfit     two halves of the test set: each is scored with the value that is b
 validation   a part of the test set is put aside for the choice, and the rest is scored
 none         the value that was set
 
-The criterion is the NLL. It is looked at on every fourth point of the grid, then around the best one.
+The criterion is the NLL. It is evaluated on every fourth point of the grid, then around the best one.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def nll_of(probabilities: Tensor, labels: Tensor) -> Tensor:  # (b, C), (b,) -> 
 
 
 def coarse_places(size: int) -> list[int]:
-    """Where a grid is looked at first."""
+    """Where a grid is evaluated first."""
     return sorted({*range(0, size, COARSE), size - 1})
 
 

@@ -128,7 +128,7 @@ class Tabulated(Latent):
 
 
 @final
-class Ours(Latent):
+class IterNCGP(Latent):
     """The fitted posterior, at any prior precision."""
 
     def __init__(

@@ -67,7 +67,7 @@ def panels(comparison: Comparison, fit: Mapping[str, Any]) -> list[tuple[str, st
         found.append(
             (
                 "Information captured",
-                "A lower bound on the share of what the training data say that has been used, at the fit's prior.",
+                "A lower bound on the fraction of what the training data say that has been used, at the fit's prior.",
                 lambda axes: information(axes, history),
             )
         )
@@ -84,7 +84,7 @@ def panels(comparison: Comparison, fit: Mapping[str, Any]) -> list[tuple[str, st
         found.append(
             (
                 "Against the truth",
-                "Our variance over that of the exact posterior at the same prior: never below one.",
+                "The variance of IterNCGP over that of the exact posterior at the same prior: never below one.",
                 lambda axes: against_exact(axes, ratio),
             )
         )
@@ -137,11 +137,11 @@ def _confidence(axes: Axes, results: Sequence[Result]) -> None:
 def _risk(axes: Axes, results: Sequence[Result], labels: Tensor) -> None:
     for result in results:
         confidence, predicted = result.probabilities.max(1)
-        share, risk = risk_curve(confidence, predicted != labels)
-        first = max(1, len(share) // 50)  # the error of a handful says nothing
+        fraction, risk = risk_curve(confidence, predicted != labels)
+        first = max(1, len(fraction) // 50)  # the error of a handful says nothing
         colour, dashes = STYLES[result.name]
-        axes.plot(share[first:], 100 * risk[first:], dashes, color=colour, linewidth=1.3, label=result.label)
-    axes.set(xlabel="share of inputs answered, the surest first", ylabel="error (%)", xlim=(0, 1))
+        axes.plot(fraction[first:], 100 * risk[first:], dashes, color=colour, linewidth=1.3, label=result.label)
+    axes.set(xlabel="fraction of inputs answered, the surest first", ylabel="error (%)", xlim=(0, 1))
     axes.set_ylim(bottom=0)
     axes.legend(loc="upper left")
 

@@ -1,9 +1,9 @@
 """Scores of class probabilities p (b, C) against labels y (b,).
 
-accuracy  share of inputs whose most probable class is the label
+accuracy  fraction of inputs whose most probable class is the label
 NLL       mean of −log p_y                                              rewards confidence only where it is earned
 Brier     mean of Σ_c (p_c − [c = y])²                                  the same, bounded: from 0 to 2
-ECE       Σ over bins of (share of inputs) · |accuracy − confidence|    15 equal bins of the largest probability
+ECE       Σ over bins of (fraction of inputs) · |accuracy − confidence|    15 equal bins of the largest probability
 adaptive  the same with 15 bins of equally many inputs                  does not depend on where bins happen to end
 """
 

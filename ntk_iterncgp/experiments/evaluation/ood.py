@@ -1,8 +1,8 @@
 """How well a score tells inputs of another kind from test inputs. Higher scores are meant to mean "another kind".
 
 AUROC   the chance that an input of the other kind scores higher than a test input; one half is guessing
-AUPR    average precision, the other kind being what is looked for; guessing gives its share
-FPR95   the share of the other kind that passes where the threshold lets 95 % of the test inputs pass
+AUPR    average precision, the other kind being what is looked for; guessing gives its fraction
+FPR95   the fraction of the other kind that passes where the threshold lets 95 % of the test inputs pass
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def ood_metrics(test_scores: Tensor, other_scores: Tensor) -> OODMetrics:  # (b,
 
 
 def roc_curve(test_scores: Tensor, other_scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Shares of test inputs and of others above each threshold, from the highest threshold down."""
+    """Fractions of test inputs and of others above each threshold, from the highest threshold down."""
     scores, is_other = _pooled(test_scores, other_scores)
     order = scores.argsort(descending=True)
     scores, is_other = scores[order], is_other[order]

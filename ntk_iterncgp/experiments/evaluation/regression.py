@@ -80,7 +80,7 @@ class Spectral(GaussianFamily):
 
 
 @final
-class Ours(GaussianFamily):
+class IterNCGP(GaussianFamily):
     """The fitted posterior, at any precision and noise."""
 
     def __init__(
@@ -117,7 +117,7 @@ class RegressionResult:
     fit_seconds: float = 0.0
     predict_seconds: float = 0.0
     fit_bytes: int | None = None  # the peak of memory, where it was measured
-    difference: Difference | None = None  # its NLL less ours
+    difference: Difference | None = None  # its NLL less that of IterNCGP
 
     @property
     def label(self) -> str:
@@ -202,15 +202,15 @@ def compare(
     config: RunConfig,
     unavailable: dict[str, str],
 ) -> RegressionComparison:
-    """Tune each method, score it in the units of the targets, and set its NLL beside ours."""
+    """Tune each method, score it in the units of the targets, and set its NLL beside that of IterNCGP."""
     results = {name: _scored(name, family, targets, folds, start, units) for name, family in families.items()}
-    ours, kept = results["ours"], []
+    ours, compared = results["ours"], []
     for name, result in results.items():
         difference = None
         if name != "ours":
             resamples = config.evaluate.bootstrap
             difference = bootstrap_difference(ours.losses, result.losses, num_resamples=resamples, seed=config.seed)
-        kept.append(
+        compared.append(
             replace(
                 result,
                 difference=difference,
@@ -226,7 +226,7 @@ def compare(
         variances = [families[name].moments(pair[0], pair[1], everything)[1] for name in ("ours", "exact")]
         ratio = variances[0] / variances[1]
     y = units.value(targets[_scored_places(folds)])
-    return RegressionComparison(kept, y, unavailable, ratio)
+    return RegressionComparison(compared, y, unavailable, ratio)
 
 
 def _scored(

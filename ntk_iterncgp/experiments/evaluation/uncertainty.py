@@ -1,6 +1,6 @@
 """Does a classifier know when it is wrong, and is one better than another beyond chance?
 
-risk curve      the error among the share of inputs that a classifier is surest about; its mean is the AURC
+risk curve      the error among the fraction of inputs that a classifier is surest about; its mean is the AURC
 difference      mean loss of one method over another on the same inputs, with a bootstrap interval
 regression      RMSE, NLL, and how often the truth lies inside the interval that should hold it
 """
@@ -34,7 +34,7 @@ class Difference:
 
 
 def risk_curve(confidence: Tensor, wrong: Tensor) -> tuple[Tensor, Tensor]:  # (b,), (b,)
-    """(share of inputs answered, error among them), the surest first."""
+    """(fraction of inputs answered, error among them), the surest first."""
     order = confidence.argsort(descending=True, stable=True)
     count = torch.arange(1, len(order) + 1, dtype=torch.float64, device=order.device)
     return count / len(order), wrong[order].double().cumsum(0) / count
@@ -68,7 +68,7 @@ def bootstrap_difference(
 
 @dataclass(frozen=True)
 class RegressionMetrics:
-    """Scores of Gaussian predictions; `coverage` maps a level to the share of targets inside its central interval."""
+    """Scores of Gaussian predictions; `coverage` maps a level to the fraction inside its central interval."""
 
     rmse: float
     nll: float

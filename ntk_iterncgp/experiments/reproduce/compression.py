@@ -84,7 +84,7 @@ def _recycled(
 
 
 def _distance(belief: Posterior, full: Posterior, data: BinaryData, settings: CompressionSettings) -> dict[str, float]:
-    """At the training inputs, from the belief without compression; as shares of what recycling brings."""
+    """At the training inputs, from the belief without compression; as fractions of what recycling brings."""
     mean, covariance = belief.latent(data.inputs)
     best_mean, best = full.latent(data.inputs)
     prior = settings.outputscale * len(data.inputs)

@@ -108,7 +108,7 @@ def _walk(data: BinaryData, point: Iterate, policy: str, stopping: Stopping) -> 
 def _errors(
     name: str, policy: str, walk: Walk, exact: Walk, data: BinaryData, settings: PoliciesSettings
 ) -> list[dict[str, Any]]:
-    """Distance of mean and total variance at the training inputs from the exact ones, as shares of what there is."""
+    """Distance of mean and total variance at the training inputs from the exact ones, as fractions of what there is."""
     points = data.inputs
     best_mean, best = in_between(exact.states[-1]).latent(points)
     prior = settings.outputscale * len(points)
@@ -223,6 +223,6 @@ def _curves(rows: list[dict[str, Any]]) -> Figure:
             axes.plot([row["j"] for row in chosen], values, dashes, color=METHODS[method][0], label=policy)
         axes.set(yscale="log", xlabel="iterations j", ylim=(1e-4, 1.5))
         axes.set_title(f"{kinds[key]}, {titles[system]}", fontsize=7)
-    panels[0].set_ylabel("share")
+    panels[0].set_ylabel("fraction")
     panels[-1].legend(loc="lower left", fontsize=6.5)
     return figure

@@ -1,7 +1,7 @@
 """`ntk-iterncgp evaluate`: how good are the predictions, beside what else one could do?
 
-What is evaluated is what `fit` makes of the same settings. The hyperparameters of every method, ours too, are chosen
-once more by the protocol of the settings: all are on one footing, and none is scored on what it was tuned on.
+What is evaluated is what `fit` makes of the same settings. The hyperparameters of every method, also of IterNCGP, are
+chosen once more by the protocol of the settings: all are on one footing, and none is scored on what it was tuned on.
 """
 
 from __future__ import annotations

@@ -200,8 +200,8 @@ def _fit_to_some(model: nn.Module, setting: Setting) -> tuple[float, int]:
             outputs, y = as_outputs(model(x.to(setting.device))), y.to(setting.device)
             is_regression = data.task == "regression"
             score += float((outputs - y).square().sum() if is_regression else (outputs.argmax(1) == y).sum())
-    share = score / len(drawn)
-    return (math.sqrt(share) if data.task == "regression" else share), len(drawn)
+    mean_score = score / len(drawn)
+    return (math.sqrt(mean_score) if data.task == "regression" else mean_score), len(drawn)
 
 
 def _described(setting: Setting, fit: float) -> str:

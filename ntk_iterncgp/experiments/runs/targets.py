@@ -16,7 +16,7 @@ from ntk_iterncgp.experiments.evaluation.regression import (
     LABELS,
     Fixed,
     GaussianFamily,
-    Ours,
+    IterNCGP,
     RegressionComparison,
     Spectral,
     Units,
@@ -40,7 +40,7 @@ INPUTS_AT_ONCE = 500
 def compare_targets(
     setting: Setting, predictor: Predictor, model: nn.Module | None, watch: Stopwatch
 ) -> RegressionComparison:
-    """Ours beside constant noise, the prior alone and the exact posterior, as the settings ask."""
+    """IterNCGP beside constant noise, the prior alone and the exact posterior, as the settings ask."""
     config, scaling = setting.config, setting.data.target_scaling
     assert scaling is not None
     unavailable = {_label(name): ONLY_CLASSES for name in config.evaluate.baselines if name not in OFFERED}
@@ -99,7 +99,7 @@ def _of_network(
     }
     if spectrum is not None:
         families["exact"] = Spectral(mean, torch.cat(Z), spectrum[1].cpu(), grid)
-    families["ours"] = Ours(la.posterior, parts, grid, refined=la.settings.mean == "refined")
+    families["ours"] = IterNCGP(la.posterior, parts, grid, refined=la.settings.mean == "refined")
     return families, unavailable
 
 

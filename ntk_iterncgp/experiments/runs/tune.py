@@ -154,7 +154,7 @@ def _comment(setting: Setting, found: Found, criterion: str) -> None:
 def _of_targets(setting: Setting, la: Any, search: Search, held_out: Dataset[Any]) -> Loss:
     config = setting.config
     parts = validation_parts(la, DataLoader(held_out, config.data.batch_size), setting.log, "Held-out inputs")
-    family = regression.Ours(la.posterior, parts, search.precisions, refined=config.fit.mean == "refined")
+    family = regression.IterNCGP(la.posterior, parts, search.precisions, refined=config.fit.mean == "refined")
     targets = torch.cat([part.targets for part in parts]).double().cpu()[:, 0]
     everything = torch.arange(len(targets))
 
