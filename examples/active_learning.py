@@ -34,7 +34,8 @@ def trained_network(X: Tensor, y: Tensor, seed: int) -> nn.Module:
 
 
 def most_telling(model: nn.Module, X: Tensor, y: Tensor, pool: Tensor) -> Tensor:
-    la = Laplace(model, "classification", subset_of_weights="all", hessian_structure="iterncgp", num_actions=50)
+    settings = {"num_actions": 50, "chunk_bytes": 2**30}  # for all rows of the pool at once
+    la = Laplace(model, "classification", subset_of_weights="all", hessian_structure="iterncgp", **settings)
     la.fit(DataLoader(TensorDataset(X, y), batch_size=100))
     cov = la.latent(pool, joint=True)[1].double().reshape(len(pool), 10, len(pool), 10)
     p = la(pool, link_approx="quadrature").double()  # (b, C)

@@ -12,6 +12,7 @@ from benchmarks import (
     hyperparameters,
     kernels,
     kill_and_resume,
+    many_classes,
     ntk,
     one_epoch,
     peers,
@@ -281,6 +282,14 @@ def test_the_benchmark_of_gps_prints_two_tables(tmp_path: Path, capsys: pytest.C
     assert {row["method"] for row in written["counts"]} == {"ours", "GLM", "mean count"}
     assert all(row["nll"] == row["nll"] and not row["note"] for table in written.values() for row in table)
     assert capsys.readouterr().out.count("| data | N | method | NLL |") == 2
+
+
+def test_many_classes_take_less_memory_than_a_vector_of_all_outputs(tmp_path: Path) -> None:
+    file = tmp_path / "many_classes.json"
+    many_classes.main(["--quick", "--num-data", "20000", "--json", str(file)])
+    figures = json.loads(file.read_text())
+    assert figures["data"] == 20_000 and 0 < figures["information"] < 1
+    assert figures["estimated GB"] < 2 * figures["one float64 vector, GB"]
 
 
 @pytest.mark.cli

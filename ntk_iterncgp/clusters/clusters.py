@@ -50,6 +50,7 @@ from ntk_iterncgp.clusters.grouping import (
 from ntk_iterncgp.data.fixed_order import FixedOrderData, Inputs, slice_rows
 from ntk_iterncgp.jacobian.rows import NetworkJacobian
 from ntk_iterncgp.likelihoods.base import Likelihood
+from ntk_iterncgp.likelihoods.leading import Leading
 from ntk_iterncgp.linalg.factor import (
     best_combinations,
     block_matrix,
@@ -198,6 +199,7 @@ class Clusters:
     gram_blocks: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # of AᵀA, between actions of these
     combined: dict[int, tuple[Tensor | None, Tensor]] = field(default_factory=dict)  # complete passes, and their images
     latest: Actions | None = None
+    leading: Leading | None = None  # of many classes: those that `outputs` are of
 
     def __post_init__(self) -> None:
         # Nothing is divided by a probability here, so none needs a floor.
@@ -227,7 +229,8 @@ class Clusters:
     @property
     def max_rank(self) -> int:
         """The rank of W: how many independent actions there are."""
-        return len(self.outputs) * self.likelihood.curvature_rank
+        each = self.likelihood.curvature_rank if self.leading is None else self.leading.num_classes - 1
+        return len(self.outputs) * each
 
     @property
     def rank(self) -> int:
@@ -238,6 +241,15 @@ class Clusters:
         """W V on some data."""
         columns = block[..., None] if block.ndim == 2 else block
         return self.likelihood.curvature(self.outputs[rows], columns).reshape(block.shape)
+
+    def outward(self, curved: Tensor, rows: Tensor) -> Tensor:  # (r, C, q)
+        """W u of some data for all outputs: what is differentiated."""
+        return curved if self.leading is None else self.leading.whole(curved, rows)
+
+    def compared(self, directions: Tensor, rows: Tensor) -> Tensor:  # (r, C) -> (r, C) or (r, SKETCH)
+        """W u as data are grouped by it."""
+        curved = self.curvature(directions, rows)
+        return curved if self.leading is None else self.leading.sketch(curved, rows)
 
     # --- choosing -------------------------------------------------------------------------------------------------
 
@@ -276,7 +288,7 @@ class Clusters:
         weights = torch.stack([along(self.likelihood, self.outputs[rows], u) for u in directions]).sum(0)
         labels = (
             parallel.from_main(
-                group(self.features[rows], self.curvature(directions[0], rows), weights, num_groups, self.generator)
+                group(self.features[rows], self.compared(directions[0], rows), weights, num_groups, self.generator)
             )
             if num_groups > 1
             else torch.zeros_like(rows)
@@ -322,7 +334,7 @@ class Clusters:
             for items, is_mine in parallel.take_turns(batches):
                 if is_mine:
                     filled, (x, _) = next(visited)
-                    cotangents = curved[filled].to(jacobian.dtype)
+                    cotangents = self.outward(curved[filled], target.rows[filled]).to(jacobian.dtype)
                     cotangents[len(items) :] = 0
                     target.add(items, jacobian.vjp(x, cotangents).T, h)  # (q, P)
                 target.swept[items] = True
@@ -332,7 +344,7 @@ class Clusters:
             size = max(1, chunk_bytes // (3 * curved.shape[2] * jacobian.num_params * target.images.element_size()))
             for part in torch.arange(len(items), device=items.device).split(size) if is_mine else ():
                 inputs = slice_rows(x, part, len(items))
-                cotangents = curved[items[part]].to(jacobian.dtype)
+                cotangents = self.outward(curved[items[part]], target.rows[items[part]]).to(jacobian.dtype)
                 target.add(items[part], jacobian.vjp_each(inputs, cotangents), h)
             target.swept[items] = True
             yield len(items)

@@ -193,7 +193,7 @@ def next_directions(
             chosen.append(likelihood.cotangent(outputs, index))
         else:
             drawn = torch.randn(outputs.shape, generator=generator, dtype=torch.float64)
-            chosen.append(likelihood.project(drawn.to(outputs.device)[..., None])[..., 0])
+            chosen.append(likelihood.direction(outputs, drawn.to(outputs.device)))
     return torch.stack(chosen)
 
 

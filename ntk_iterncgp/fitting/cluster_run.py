@@ -31,7 +31,8 @@ from ntk_iterncgp.fitting.network import (
 from ntk_iterncgp.fitting.network_check import check_posterior, checked_passes, checked_targets, rows_at
 from ntk_iterncgp.fitting.report import FitReport, Record, from_table, to_table
 from ntk_iterncgp.jacobian.rows import curvature_diagonal, plan_trace
-from ntk_iterncgp.likelihoods.base import CurvatureAt
+from ntk_iterncgp.likelihoods.base import ANY_VARIANCE, CurvatureAt
+from ntk_iterncgp.likelihoods.leading import CurvatureOfMany, Leading, LeadingSoftmax, keeps_leading
 from ntk_iterncgp.persistence.checkpoint import CheckpointSession
 from ntk_iterncgp.persistence.fingerprint import batch_digests, checked_digests, data_fingerprint
 from ntk_iterncgp.posterior.merging import folded
@@ -55,7 +56,7 @@ class ForwardState:
         """What was saved, after a check of its shapes."""
         parts = [(batch, len(batch[0])) for batch in saved["look"]]
         seen = [tuple(_checked(part, "a batch", None, device, rows) for part in batch) for batch, rows in parts]
-        if any(len(batch) != 4 or batch[0].ndim != 2 or batch[2].ndim != 2 for batch in seen):
+        if any(len(batch) not in (4, 6) or batch[0].ndim != 2 or batch[2].ndim != 2 for batch in seen):
             raise ValueError("batches of other things")
         return cls(seen)
 
@@ -104,6 +105,11 @@ class ClusterState:
             "epochs": self.epochs,
             "turn": {"passes": self.passes, "missing": None, **position},
             "data": self.digests,
+            **(
+                {}
+                if clusters.leading is None
+                else {"classes": clusters.leading.classes, "traces": clusters.leading.traces}
+            ),
         }
 
     @classmethod
@@ -115,14 +121,17 @@ class ClusterState:
         generator = torch.Generator()
         generator.set_state(saved["generator"])
         targets = _checked(saved["targets"], "targets", None, device, N)
+        leading = _leading(saved, network, N, C) if "classes" in saved else None
+        likelihood = network.likelihood if leading is None else LeadingSoftmax(C - 1)
         clusters = Clusters(
-            network.likelihood,
+            likelihood,
             outputs,
-            checked_targets(network.likelihood, outputs, targets),
+            checked_targets(likelihood, outputs, targets),
             _checked(saved["features"], "features", torch.float32, device, N),
             generator,
             [_pass(done, network, (N, C)) for done in saved["passes"]],
             _blocks(saved["noise_blocks"], device),
+            leading=leading,
         )
         return cls(
             clusters,
@@ -133,6 +142,14 @@ class ClusterState:
             _count(saved["turn"]["passes"]),
             _position(saved["turn"]),
         )
+
+
+def _leading(saved: Mapping[str, Any], network: LinearisedNetwork, N: int, C: int) -> Leading:
+    device, num_classes = network.jacobian.device, network.likelihood.num_outputs
+    classes = _checked(saved["classes"], "classes", torch.int32, device, N, C - 1)
+    if not bool(((classes >= 0) & (classes < num_classes)).all()):
+        raise ValueError("a class that does not exist")
+    return Leading(classes, _checked(saved["traces"], "traces", torch.float64, device, N), num_classes)
 
 
 def _position(saved: Mapping[str, Any]) -> PassPosition | None:
@@ -332,29 +349,46 @@ class ClusterRun(Run[AnyState]):
     def _forward(self, state: ForwardState) -> Generator[AnyState, None, ClusterState]:
         """Outputs, targets, features and digests of all data. Then the trace."""
         network, data, device = self.network, self.network.data, self.network.jacobian.device
+        has_many = keeps_leading(network.likelihood, data.num_data(len(network.first_batch.outputs)))
         with batch_features(network.jacobian) as features_of:
 
             def visit(x: Inputs, y: Tensor) -> tuple[Tensor, ...]:
                 outputs = network.jacobian.forward(x)
-                return outputs, y, features_of(x, outputs), batch_digests(data, x, y).to(device)
+                features, digests = features_of(x, outputs), batch_digests(data, x, y).to(device)
+                if not has_many:
+                    return outputs, y, features, digests
+                logs, places, *others = Leading.of_batch(outputs, checked_targets(network.likelihood, outputs, y))
+                return logs, places, features, digests, *others
 
             for batch in data.each_batch(visit, skip=len(state.batches)):
                 state.batches.append(batch)
                 yield state
         columns = list(zip(*state.batches, strict=True))
         outputs, targets, features = torch.cat(columns[0]).double(), torch.cat(columns[1]), columns[2]
-        checked = checked_targets(network.likelihood, outputs, targets)
+        leading, likelihood, C = None, network.likelihood, network.likelihood.num_outputs
+        if has_many:
+            leading = Leading(torch.cat(columns[4]), torch.cat(columns[5]), C)
+            likelihood = LeadingSoftmax(outputs.shape[1] - 1)
+        checked = checked_targets(likelihood, outputs, targets)
         generator = torch.Generator().manual_seed(self.settings.seed)
         same_width = len({part.shape[1] for part in features}) == 1  # or batches are padded, each to its own length
-        clusters = Clusters(
-            network.likelihood, outputs, checked, torch.cat(features) if same_width else outputs.float(), generator
-        )
+        found = torch.cat(features) if same_width else outputs.float()
+        clusters = Clusters(likelihood, outputs, checked, found, generator, leading=leading)
         num_calls = max(len(data), min(self.settings.num_actions, len(outputs)))
-        plan = plan_trace(network.jacobian, len(outputs), outputs.shape[1], num_calls)
+        plan = plan_trace(network.jacobian, len(outputs), C, num_calls)
         curvature = CurvatureAt(clusters.likelihood, outputs)
+        if leading is not None:
+            whole = network.likelihood.for_prior_variance(ANY_VARIANCE)
+            curvature = CurvatureOfMany(whole, leading.traces, lambda rows: self._outputs_at(rows, len(outputs)))
         diagonal = curvature_diagonal(network.jacobian, data, curvature, plan, chunk_bytes=self.settings.chunk_bytes)
         digests = torch.cat([part.cpu() for part in columns[3]])
         return ClusterState(clusters, diagonal, plan.is_exact, epochs=1 / 3, digests=digests)
+
+    def _outputs_at(self, rows: Tensor, num_data: int) -> Tensor:  # (r, C)
+        """Computed again, of few data."""
+        forward, data = self.network.jacobian.forward, self.network.data
+        with torch.no_grad():
+            return torch.cat([forward(x) for _, x in data.pick(rows, num_data, max(1, len(rows)))]).double()
 
     def _begin_pass(self, state: ClusterState) -> ClusterState:
         """The unfinished one, or a new one."""
@@ -522,5 +556,5 @@ def _finish(trajectory: Trajectory[AnyState], network: LinearisedNetwork, settin
         trace_is_exact=state.trace_is_exact,
     )
     seen = data_fingerprint(state.digests)
-    N, C = clusters.outputs.shape
+    N, C = len(clusters.outputs), network.likelihood.num_outputs
     return NetworkFit(posterior, loss, N, C, report, state, network.first_batch, seen)

@@ -38,7 +38,8 @@ from ntk_iterncgp.fitting.network_check import MAX_CHECKED_OUTPUTS, max_group_da
 from ntk_iterncgp.fitting.report import MIN_DATA, ROWS
 from ntk_iterncgp.jacobian.autograd import JVP_COLUMNS, Jacobian
 from ntk_iterncgp.jacobian.rows import NetworkJacobian, TracePlan, affordable_data, plan_trace, row_epochs
-from ntk_iterncgp.likelihoods.base import ANY_VARIANCE
+from ntk_iterncgp.likelihoods.base import ANY_VARIANCE, Likelihood
+from ntk_iterncgp.likelihoods.leading import NUM_LEADING, SKETCH, keeps_leading
 from ntk_iterncgp.linalg.factor import SLICE_BYTES, SLICE_COLUMNS, SLICE_ROWS, inner_products
 from ntk_iterncgp.runtime import parallel
 from ntk_iterncgp.runtime.memory import available_bytes, mebibytes, require_memory
@@ -352,7 +353,7 @@ class Cost:
 def estimate_cost(network: LinearisedNetwork, settings: NetworkSettings, *, timed: bool) -> Cost:
     """Counted from sizes; the first batch is evaluated in any case, and timed if asked."""
     jacobian, plan = network.jacobian, Plan.of(network, settings, prepared=timed)
-    fixed, of_actions = _fixed_bytes(plan, jacobian), _action_bytes(plan, jacobian)
+    fixed, of_actions = _fixed_bytes(plan, jacobian, network.likelihood), _action_bytes(plan, jacobian)
     rows = row_seconds(plan, jacobian) if timed else None
     return Cost(
         plan.num_data,
@@ -369,7 +370,7 @@ def estimate_cost(network: LinearisedNetwork, settings: NetworkSettings, *, time
     )
 
 
-def _fixed_bytes(plan: Plan, jacobian: NetworkJacobian) -> int:
+def _fixed_bytes(plan: Plan, jacobian: NetworkJacobian, likelihood: Likelihood) -> int:
     """What a fit takes whatever the number of actions."""
     activations, C, q = activation_bytes(jacobian, plan.x), plan.num_outputs, plan.cotangents
     outputs, at_once = C, plan.at_once
@@ -381,6 +382,9 @@ def _fixed_bytes(plan: Plan, jacobian: NetworkJacobian) -> int:
     if plan.in_groups:
         sweep = 2 * activations  # gradients beside them
         per_datum = 8 * C * (3 + 3 * q) + 2 * 4 * (MAX_FEATURES + C)
+        if keeps_leading(likelihood, plan.num_data):
+            held = NUM_LEADING + 1
+            per_datum = 8 * held * (5 + 3 * q) + 2 * 4 * (MAX_FEATURES + 3 * SKETCH)
         per_datum += 3 * 8 * (DIRECTIONS_EACH + 1)  # curvature along each direction, in two orders
         if plan.groups > plan.actions:
             of_groups = image_bytes(jacobian, plan.groups) + 5 * 8 * plan.groups**2

@@ -287,7 +287,7 @@ def _visit(
     clusters: Clusters, size: float, network: LinearisedNetwork, settings: NetworkSettings, found: Findings
 ) -> None:
     """Look at some data again, all in one go."""
-    jacobian, (num_data, num_outputs) = network.jacobian, clusters.outputs.shape
+    jacobian, num_data, num_outputs = network.jacobian, len(clusters.outputs), network.likelihood.num_outputs
     latest, device = clusters.passes[-1], clusters.outputs.device
     generator = torch.Generator().manual_seed(len(clusters.passes))
     groups = _some_groups(latest, max_group_data(jacobian, num_data), generator).to(device)
@@ -300,13 +300,14 @@ def _visit(
     error, at_once = 0.0, max(1, settings.chunk_bytes // jacobian.bytes_per_row(outputs))
     with torch.no_grad():
         for part, x in network.data.pick(rows, num_data, num_data):
-            error = max(error, float((jacobian.forward(x).double() - clusters.outputs[part]).abs().max()))
+            error = max(error, float((outputs_of(clusters, jacobian, part, x) - clusters.outputs[part]).abs().max()))
             for g, group in enumerate(groups.tolist()):
                 items = ((latest.labels == group) & torch.isin(latest.rows, part)).nonzero()[:, 0]
                 if len(items):
                     here = torch.searchsorted(part, latest.rows[items])
                     curved = [clusters.curvature(u[items], latest.rows[items]) for u in latest.directions]
-                    cotangents = torch.stack(curved, 2).to(jacobian.dtype)
+                    block = clusters.outward(torch.stack(curved, 2), latest.rows[items])
+                    cotangents = block.to(jacobian.dtype)
                     sums[:, g] += jacobian.vjp(slice_rows(x, here, len(part)), cotangents).T
             here = torch.isin(part, few).nonzero()[:, 0][:at_once]
             if len(here) and not settings.is_known:
@@ -326,6 +327,12 @@ def _visit(
             stale.fill_(True)
     for x in found.visited:
         _check_adjoint(network, x, found)
+
+
+def outputs_of(clusters: Clusters, jacobian: NetworkJacobian, rows: Tensor, x: Inputs) -> Tensor:
+    """Those of some data now, as they were stored."""
+    outputs = jacobian.forward(x).double()
+    return outputs if clusters.leading is None else clusters.leading.reduced(outputs, rows)
 
 
 def max_group_data(jacobian: NetworkJacobian, num_data: int) -> int:

@@ -292,7 +292,7 @@ def curvature_diagonal(
     Returns:
         One number for each weight, the same in all processes.
     """
-    num_data, C = curvature.latent.shape
+    num_data, C = curvature.shape
     total = torch.zeros(jacobian.num_params, dtype=torch.float64, device=jacobian.device)
     if plan.is_exact:
         with torch.no_grad():
@@ -327,7 +327,7 @@ def _of_probes(
     total: Tensor,
 ) -> Tensor:  # (P,)
     """Backward passes at single data, the same whatever the number of processes."""
-    num_data, C = curvature.latent.shape
+    num_data, C = curvature.shape
     drawn = _draw(traces.clamp_min(1e-300), number, 2 * seed).sort().values
     uniform = _uniform(number, 2 * seed + 1).to(total.device)
     shard, eye = Shard.even(number), torch.eye(C, dtype=torch.float64, device=total.device)

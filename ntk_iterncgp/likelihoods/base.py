@@ -169,6 +169,10 @@ class Likelihood(ABC):
         unit[:, index] = 1
         return unit
 
+    def direction(self, latent: Tensor, drawn: Tensor) -> Tensor:  # (N, C), (N, C) -> (N, C)
+        """Random numbers as directions in the range of W, beyond those of `cotangent`."""
+        return self.project(drawn[..., None])[..., 0]
+
     @property
     def curvature_rank(self) -> int:
         """The rank of each datum's block of W."""
@@ -214,12 +218,21 @@ class CurvatureAt:
     likelihood: Likelihood
     latent: Tensor  # (N, C)
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, C)."""
+        return len(self.latent), self.latent.shape[1]
+
+    def at(self, data: slice | Tensor) -> Tensor:  # (rows, C)
+        """Some of the latent values."""
+        return self.latent[data]
+
     def __call__(self, data: slice | Tensor, block: Tensor) -> Tensor:  # (rows, C, k)
-        return self.likelihood.on(data).curvature(self.latent[data], block)
+        return self.likelihood.on(data).curvature(self.at(data), block)
 
     def root(self, data: slice | Tensor, block: Tensor) -> Tensor:  # (rows, C, k)
         """H V with H Hᵀ = W."""
-        return self.likelihood.on(data).curvature_root(self.latent[data], block)
+        return self.likelihood.on(data).curvature_root(self.at(data), block)
 
     def traces(self) -> Tensor:  # (N,)
         """tr(W_n) of each datum."""
