@@ -34,12 +34,10 @@ def trained_network(X: Tensor, y: Tensor, seed: int) -> nn.Module:
 
 
 def most_telling(model: nn.Module, X: Tensor, y: Tensor, pool: Tensor) -> Tensor:
-    settings = {"num_actions": 50, "chunk_bytes": 2**30}  # for all rows of the pool at once
-    la = Laplace(model, "classification", subset_of_weights="all", hessian_structure="iterncgp", **settings)
+    la = Laplace(model, "classification", "all", "iterncgp", num_actions=50, chunk_bytes=2**30)  # all rows at once
     la.fit(DataLoader(TensorDataset(X, y), batch_size=100))
     cov = la.latent(pool, joint=True)[1].double().reshape(len(pool), 10, len(pool), 10)
-    p = la(pool, link_approx="quadrature").double()  # (b, C)
-    (p1, p2), (first, second) = p.topk(2).values.T, p.topk(2).indices.T
+    (p1, p2), (first, second) = (part.T for part in la(pool, link_approx="quadrature").double().topk(2))
     H = nn.functional.one_hot(first, 10).double() - nn.functional.one_hot(second, 10)  # the margin of each input
     K = torch.einsum("ic,icjd,jd->ij", H, cov, H)
     noise, prior, chosen = 4 / (p1 + p2 - (p1 - p2) ** 2), K.diagonal().clone(), list[int]()
