@@ -84,8 +84,10 @@ class Leading:
 
     def whole(self, block: Tensor, rows: Tensor) -> Tensor:  # (r, K + 1, q) -> (r, C, q)
         """What is zero on all other classes, for each class."""
-        found = block.new_zeros(len(block), self.num_classes, block.shape[2])
-        return found.scatter_(1, self.classes[rows].long()[..., None].expand(-1, -1, block.shape[2]), block[:, :-1])
+        found: Tensor = block.new_zeros(len(block), self.num_classes, block.shape[2])
+        places = self.classes[rows].long()[..., None].expand(-1, -1, block.shape[2])
+        found.scatter_(1, places, block[:, :-1])
+        return found
 
     def sketch(self, block: Tensor, rows: Tensor) -> Tensor:  # (r, K + 1) -> (r, SKETCH)
         """Projected at random, which keeps angles between vectors over the classes."""
