@@ -93,7 +93,7 @@ class Leading:
         """Projected at random, which keeps angles between vectors over the classes."""
         drawn = torch.randn(self.num_classes, SKETCH, generator=torch.Generator().manual_seed(0)) / SKETCH**0.5
         drawn, unit = drawn.to(block.device), torch.nn.functional.normalize(block[:, :-1], eps=1e-300).float()
-        total = drawn.new_zeros(len(block), SKETCH)
+        total: Tensor = drawn.new_zeros(len(block), SKETCH)
         for values, classes in zip(unit.T, self.classes[rows].long().T, strict=True):
             total += values[:, None] * drawn[classes]
         return total
