@@ -368,25 +368,6 @@ class IterNCGPLaplace(Detecting, FittedNetwork):
                 yield where[start : start + len(rows.outputs)], rows
                 start += len(rows.outputs)
 
-    def _rows_to_tune(self, x: Inputs, contrasts: int | str) -> Iterator[tuple[Tensor, Rows]]:
-        """As many rows as any prior precision asks for, and where among the inputs they are."""
-        if self._takes_few(contrasts):
-            jacobian, inputs = self._jacobian_at(x)
-            number: int | Tensor
-            if isinstance(contrasts, int):
-                number = contrasts
-            else:
-                shape = self._posterior_now().shape
-                assert shape is not None and self.posterior.reference is not None
-                softest = Shape(shape.matrix, self.posterior.reference.softest)
-                number = self._expected(jacobian, inputs, softest).more_needed(softest).clamp_min(1)
-            yield from self._rows_of_few(jacobian, inputs, number)
-            return
-        start = 0
-        for rows in self._rows_at(x):
-            yield torch.arange(start, start + len(rows.outputs), device=self._device), rows
-            start += len(rows.outputs)
-
     def _outputs_of(self, jacobian: NetworkJacobian, inputs: Inputs) -> Tensor:  # (b, C)
         """The network's outputs alone."""
         num_inputs = self._num_inputs(inputs)

@@ -8,7 +8,7 @@ curvature of the likelihood, and so the variance alone.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,10 +17,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
-from ntk_iterncgp.data.fixed_order import FixedOrderData
+from ntk_iterncgp.data.fixed_order import FixedOrderData, Inputs
+from ntk_iterncgp.jacobian.rows import Rows
 from ntk_iterncgp.laplace_torch.hyperparameters import check_may_be_tuned
 from ntk_iterncgp.likelihoods import Gaussian, Softmax
 from ntk_iterncgp.posterior.calibration import LEAST_DATA, Calibration, calibrate
+from ntk_iterncgp.posterior.contrasts import Shape
 from ntk_iterncgp.posterior.predictive import expected_response
 from ntk_iterncgp.posterior.tuning import (
     Moments,
@@ -195,7 +197,7 @@ def pass_once(
                 raise ValueError(
                     f"val_loader must hold one target for each input; got {len(targets)} for {num_inputs}."
                 )
-            for where, rows in la._rows_to_tune(x, contrasts):
+            for where, rows in _rows_to_tune(la, x, contrasts):
                 part = ValidationPart.of(
                     rows,
                     la.posterior,
@@ -207,6 +209,26 @@ def pass_once(
                 )
                 parts.append(part)
     return parts
+
+
+def _rows_to_tune(la: IterNCGPLaplace, x: Inputs, contrasts: int | str) -> Iterator[tuple[Tensor, Rows]]:
+    """As many rows as any prior precision asks for, and where among the inputs they are."""
+    if la._takes_few(contrasts):
+        jacobian, inputs = la._jacobian_at(x)
+        number: int | Tensor
+        if isinstance(contrasts, int):
+            number = contrasts
+        else:
+            shape = la._posterior_now().shape
+            assert shape is not None and la.posterior.reference is not None
+            softest = Shape(shape.matrix, la.posterior.reference.softest)
+            number = la._expected(jacobian, inputs, softest).more_needed(softest).clamp_min(1)
+        yield from la._rows_of_few(jacobian, inputs, number)
+        return
+    start = 0
+    for rows in la._rows_at(x):
+        yield torch.arange(start, start + len(rows.outputs), device=la._device), rows
+        start += len(rows.outputs)
 
 
 def _checked_targets(la: IterNCGPLaplace, y: Tensor) -> Tensor:
