@@ -284,6 +284,7 @@ def test_the_benchmark_of_gps_prints_two_tables(tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().out.count("| data | N | method | NLL |") == 2
 
 
+@pytest.mark.cli
 def test_many_classes_take_less_memory_than_a_vector_of_all_outputs(tmp_path: Path) -> None:
     file = tmp_path / "many_classes.json"
     many_classes.main(["--quick", "--num-data", "20000", "--json", str(file)])
