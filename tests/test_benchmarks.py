@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks import (
+    compatibility,
     gp_peers,
     hyperparameters,
     kernels,
@@ -307,3 +308,17 @@ def test_the_benchmark_of_updates_counts_what_went_through_the_network(
         assert 0 < figures[f"{name} contraction"] < 1
     assert figures["quality"] > 0.5
     assert "time of the updates, over one fit" in capsys.readouterr().out
+
+
+@pytest.mark.cli
+@pytest.mark.slow
+def test_the_table_of_architectures_is_written_and_all_that_work_are_exact(tmp_path: Path) -> None:
+    page, file = tmp_path / "compatibility.md", tmp_path / "compatibility.json"
+    assert compatibility.main(["--quick", "--table", str(page), "--json", str(file)]) == 0
+    rows = {row["name"]: row for row in json.loads(file.read_text())["results"]}
+    assert rows["Bert"]["rows"] == "by layers" and not rows["Bert"]["message"]
+    assert "Try the model before quantisation" in rows["quantised"]["message"]
+    written = (Path(compatibility.__file__).parents[1] / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    assert all(f"\n| {case.name} |" in written for case in compatibility.CASES)  # whoever adds one prints it again
+    heading = page.read_text(encoding="utf-8").split("|---")[0]
+    assert written.startswith(heading)

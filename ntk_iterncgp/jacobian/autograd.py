@@ -98,6 +98,11 @@ class Jacobian(NetworkJacobian):
             outputs = functional_call(self.model, named, positional, by_name, tie_weights=False)
             return as_outputs(outputs) if self.logits is None else self.logits.of(outputs, x)
 
+    def forward_at(self, x: Inputs, change: Tensor) -> Tensor:  # (P,) -> (b, C)
+        """Without one of an embedding's padding row, which is constant."""
+        changes = self._unflatten(change.to(self.dtype))
+        return self.forward(x, {name: value + changes[name] for name, value in self.params.items()})
+
     @property
     def num_tokens(self) -> int:  # type: ignore[override]
         return 1 if self.logits is None else self.logits.num_tokens or 1

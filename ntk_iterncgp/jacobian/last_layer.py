@@ -30,6 +30,9 @@ class LastLayerJacobian(NetworkJacobian):
         bias = self.layer.bias.detach().to(self.dtype) if self.has_bias else None
         return nn.functional.linear(x.to(self.dtype), self.layer.weight.detach().to(self.dtype), bias)
 
+    def forward_at(self, x: Inputs, change: Tensor) -> Tensor:
+        return self.forward(x) + self.jvp(x, change[:, None])[..., 0]
+
     def vjp(self, x: Inputs, cotangents: Tensor) -> Tensor:
         return self.flat(torch.einsum("bd,bck->cdk", self.extended(x), cotangents.to(self.dtype)))
 

@@ -154,6 +154,10 @@ class NetworkJacobian(ABC):
         """The outputs."""
 
     @abstractmethod
+    def forward_at(self, x: Inputs, change: Tensor) -> Tensor:  # (P,) -> (b, C)
+        """The outputs of the network itself after a change of its weights."""
+
+    @abstractmethod
     def vjp(self, x: Inputs, cotangents: Tensor) -> Tensor:  # (b, C, k) -> (P, k)
         """JᵀV summed over a batch."""
 

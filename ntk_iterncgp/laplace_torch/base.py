@@ -6,7 +6,6 @@ laplace-torch's base class turns latent moments into probabilities and samples; 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,6 @@ from ntk_iterncgp.fitting.cluster_run import ClusterState, unfolded
 from ntk_iterncgp.jacobian.autograd import SMALL_NETWORK
 from ntk_iterncgp.jacobian.rows import Contrasts, DenseRows, NetworkJacobian, Rows
 from ntk_iterncgp.laplace_torch.detector import Detecting
-from ntk_iterncgp.laplace_torch.fitting import FittedNetwork
 from ntk_iterncgp.laplace_torch.grid import GivenMoments, calibrated, descend, search_grid
 from ntk_iterncgp.laplace_torch.hyperparameters import (
     check_may_be_tuned,
@@ -30,6 +28,7 @@ from ntk_iterncgp.laplace_torch.hyperparameters import (
     kept_on_failure,
 )
 from ntk_iterncgp.laplace_torch.saving import from_state_dict, to_state_dict
+from ntk_iterncgp.laplace_torch.weights import WeightDistribution
 from ntk_iterncgp.likelihoods import Softmax
 from ntk_iterncgp.posterior.calibration import Calibration
 from ntk_iterncgp.posterior.contrasts import (
@@ -55,7 +54,7 @@ from ntk_iterncgp.runtime.validate import whole_number
 QUADRATURE = ("quadrature", "quasi", "accurate")
 
 
-class IterNCGPLaplace(Detecting, FittedNetwork):
+class IterNCGPLaplace(Detecting, WeightDistribution):
     """The posterior of the linearised network given all training data. Abstract; the flavours are final."""
 
     output_temperature: float = 1.0
@@ -81,7 +80,8 @@ class IterNCGPLaplace(Detecting, FittedNetwork):
 
         Args:
             x: The inputs.
-            pred_type: "gp", or its other name "glm".
+            pred_type: "gp", or its other name "glm": the linearised network. "nn": the network itself at sampled
+                weights, which usually predicts worse; classes' probabilities, or mean and variance (b, C).
             joint: Whether to keep the covariance between inputs (regression).
             link_approx: One of laplace-torch's links, or "quadrature", the accurate one ("quasi" and "accurate" mean
                 the same): the whole covariance of the outputs, by quasi-random points that are the same for all inputs.
@@ -107,6 +107,10 @@ class IterNCGPLaplace(Detecting, FittedNetwork):
                     return self._by_tokens(self._by_quadrature(x, number, contrasts), x)
             link_approx = LinkApprox.PROBIT  # regression has no link
         n_samples = 100 if n_samples is None else n_samples
+        if pred_type == PredType.NN:
+            draws = self.predictive_samples(x, pred_type, n_samples)
+            is_classifier = self.likelihood == Likelihood.CLASSIFICATION
+            return draws.mean(0) if is_classifier else (draws.mean(0), draws.var(0))
         with full_precision(self._device):
             known = self._with_moments(x, contrasts, joint=joint) if pred_type == PredType.GP else x
             is_bridge = link_approx in (LinkApprox.BRIDGE, LinkApprox.BRIDGE_NORM) and isinstance(known, GivenMoments)
@@ -121,6 +125,9 @@ class IterNCGPLaplace(Detecting, FittedNetwork):
     @property
     def _num_classes(self) -> int:
         return self.n_outputs // self._num_tokens
+
+    def _split_tokens(self, outputs: Tensor) -> Tensor:  # (…, T·C) -> (…, T, C)
+        return outputs.unflatten(-1, (-1, self._num_classes)) if self._num_tokens > 1 else outputs
 
     def _by_tokens(self, values: Any, x: Inputs, dim: int = 0) -> Any:
         """What was computed for each place of the inputs, by input: (b·T, …) -> (b, T, …)."""
@@ -172,6 +179,8 @@ class IterNCGPLaplace(Detecting, FittedNetwork):
         contrasts: int | str = "auto",
     ) -> Tensor:  # (n_samples, b, C)
         """Draw outputs, as laplace-torch does; `contrasts` as in a prediction."""
+        if pred_type == PredType.NN:
+            return self._split_tokens(self._at_sampled_weights(x, n_samples, generator))
         known = self._with_moments(x, contrasts, joint=joint)
         found = super().functional_samples(known, pred_type, n_samples, diagonal_output, generator, joint)
         samples: Tensor = self._by_tokens(found, x, 1)
@@ -190,6 +199,9 @@ class IterNCGPLaplace(Detecting, FittedNetwork):
         contrasts: int | str = "auto",
     ) -> Tensor:  # (n_samples, b, C)
         """Draw class probabilities, or outputs of a regression; `contrasts` as in a prediction."""
+        if pred_type == PredType.NN:
+            draws = self._split_tokens(self._at_sampled_weights(x, n_samples, generator))
+            return draws.softmax(-1) if self.likelihood == Likelihood.CLASSIFICATION else draws
         known = self._with_moments(x, contrasts, joint=joint)
         found = super().predictive_samples(known, pred_type, n_samples, diagonal_output, generator, fitting, joint)
         samples: Tensor = self._by_tokens(found, x, 1)
@@ -392,13 +404,6 @@ class IterNCGPLaplace(Detecting, FittedNetwork):
             )
         return parts[0]
 
-    def _mean_weights(self, posterior: ConditionedPosterior) -> Tensor:  # (P,)
-        """μ: the weights themselves, or the mode of the linearised model."""
-        if self.settings.mean == "network":
-            return self.mean.double()
-        start = self.posterior.anchor_share * (self.mean - self.prior_mean).double()
-        return self.prior_mean.double() + start + posterior.mean_shift(self.prior_mean)
-
     def _mean_of(self, rows: Rows, posterior: ConditionedPosterior, contrasts: Tensor | None = None) -> Tensor:
         if self.settings.mean == "network":
             return rows.outputs.double()
@@ -411,9 +416,6 @@ class IterNCGPLaplace(Detecting, FittedNetwork):
         T: Any = self.output_temperature
         return (mean, covariance) if T == 1 else (mean / T, covariance / T**2)
 
-    def _gradients(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.enable_backprop else torch.no_grad()
-
     def functional_variance(self, Js: Tensor, *, joint: bool = False) -> Tensor:  # (b, C, P) -> (b, C, C)
         """J Σ Jᵀ for given rows of the Jacobian."""
         self._check_fitted()
@@ -423,13 +425,6 @@ class IterNCGPLaplace(Detecting, FittedNetwork):
     def functional_covariance(self, Js: Tensor) -> Tensor:  # (b, C, P) -> (b·C, b·C)
         """The joint covariance for given rows of the Jacobian."""
         return self.functional_variance(Js, joint=True)
-
-    def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:  # (n_samples, P)
-        """Draws of the weights."""
-        self._check_fitted()
-        n_samples = whole_number("n_samples", n_samples, at_least=1)
-        posterior = self._posterior_now()
-        return (self._mean_weights(posterior) + posterior.sample(n_samples, generator)).to(self._dtype)
 
     # --- evidence and hyperparameters --------------------------------------------------------------------------------
 
@@ -496,7 +491,7 @@ class IterNCGPLaplace(Detecting, FittedNetwork):
         n_steps: int = 100,
         lr: float = 1e-1,
         init_prior_prec: float | Tensor = 1.0,
-        prior_structure: str = "layerwise",
+        prior_structure: str = "scalar",
         val_loader: DataLoader[Any] | None = None,
         loss: Any = None,
         log_prior_prec_min: float = -4,

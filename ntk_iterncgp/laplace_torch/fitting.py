@@ -75,6 +75,7 @@ class FittedNetwork(BaseFunctionalLaplace):
     actions_per_step  of these, how many per Newton step (mean="refined")
     max_rank          how many actions to keep (None: all); compression says how they are chosen
     chunk_bytes       memory for the rows of the Jacobian, in predictions
+    backend           of laplace-torch, for its `marglik_training`: ignored, since derivatives are taken by this library
     dtype             of derivatives; None: float64 for networks of up to 16 384 weights if they regress or have at most
                       4096 data, else that of the model
     """
@@ -94,6 +95,7 @@ class FittedNetwork(BaseFunctionalLaplace):
         dict_key_x: str = "input_ids",
         dict_key_y: str = "labels",
         *,
+        backend: object = None,
         mean: str = "network",
         policy: str | Policy | None = None,
         num_actions: int | None = None,

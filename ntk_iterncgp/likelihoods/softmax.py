@@ -17,7 +17,7 @@ from ntk_iterncgp.likelihoods.base import Likelihood, one_dimensional, require
 
 
 class Softmax(Likelihood):
-    """`num_classes` latent functions, the logits."""
+    """`num_classes` latent functions, the logits. Targets are labels (N,), or probabilities of the classes (N, C)."""
 
     has_monotone_response = False  # each probability depends on all latent values
 
@@ -40,16 +40,26 @@ class Softmax(Likelihood):
         return self.num_outputs - 1
 
     def check_targets(self, targets: Tensor) -> Tensor:
+        if targets.ndim == 2 and targets.shape[1] == self.num_outputs and targets.is_floating_point():
+            sums = targets.double().sum(1)
+            message = f"`y` must hold probabilities that sum to one in each row for Softmax({self.num_outputs})"
+            require((targets >= 0).all(1) & ((sums - 1).abs() < 1e-3), sums, message)
+            return targets.double() / sums[:, None]
         targets = one_dimensional(targets, "Softmax", "each a class label")
         message = f"`y` must be whole numbers from 0 to {self.num_outputs - 1} for Softmax({self.num_outputs})"
         require((targets == targets.long()) & (targets >= 0) & (targets < self.num_outputs), targets, message)
         return targets.long()
 
     def log_prob(self, latent: Tensor, targets: Tensor) -> Tensor:
-        return torch.log_softmax(latent, 1).gather(1, targets[:, None])[:, 0]
+        log_probabilities = torch.log_softmax(latent, 1)
+        if targets.ndim == 2:  # what they expect of it
+            return (targets.to(latent) * log_probabilities).sum(1)
+        return log_probabilities.gather(1, targets[:, None])[:, 0]
 
     def score(self, latent: Tensor, targets: Tensor) -> Tensor:
         score = -torch.softmax(latent, 1)
+        if targets.ndim == 2:
+            return score + targets.to(latent)
         return score.scatter_add(1, targets[:, None], score.new_ones(len(score), 1))
 
     def curvature(self, latent: Tensor, block: Tensor) -> Tensor:

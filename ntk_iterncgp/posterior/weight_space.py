@@ -30,6 +30,7 @@ from torch import Tensor
 from ntk_iterncgp.jacobian.rows import Rows
 from ntk_iterncgp.linalg.factor import SLICE_ROWS, Factor, inner_products
 from ntk_iterncgp.posterior.contrasts import Reference, Shape
+from ntk_iterncgp.posterior.precision import PosteriorPrecision
 from ntk_iterncgp.runtime.threads import full_precision
 
 EPS = torch.finfo(torch.float64).eps
@@ -299,6 +300,12 @@ class ConditionedPosterior:
         self.scaled_images = variance.to(dtype)[:, None] * posterior.images.to(dtype)  # Λ⁻¹A
         self.rounding = downdate_rounding(posterior.images.dtype, dtype)
         self.is_sum = is_strong and posterior.images.dtype == torch.float64 and posterior.rank > 0
+
+    def precision(self) -> PosteriorPrecision:
+        """Σ_θ⁻¹ as a linear operator."""
+        gram = (self.scaled_images.T @ self.posterior.images.to(self.scaled_images.dtype)).double()
+        log_ratio = _information(0.5 * (gram + gram.T), self.noise)[0]
+        return PosteriorPrecision(1 / self.variance, self.posterior.images, Factor(self.noise), log_ratio)
 
     def mean_shift(self, prior_mean: Tensor) -> Tensor:  # (P,)
         """Λ⁻¹A M⁻¹Sᵀb: what the data add to the prior mean of the weights."""

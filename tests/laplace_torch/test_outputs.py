@@ -170,3 +170,33 @@ def test_ignored_labels_of_plain_pairs_are_refused_since_their_outputs_would_cou
     assert la(x).shape == (5, TOKENS, CLASSES)
     with pytest.raises(ValueError, match="dict_key_x='input'"):
         la.fit(DataLoader(TensorDataset(x, y.index_fill(1, torch.tensor([0]), -100)), 5))
+
+
+# --- soft labels ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mean", ["network", "refined"])
+def test_probabilities_as_targets_are_as_labels_where_they_are_sure(mean: str) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, CLASSES)).eval(), torch.randn(NUM_DATA, 3)
+    y = torch.arange(NUM_DATA) % CLASSES
+    sure = nn.functional.one_hot(y, CLASSES).float()
+
+    def fitted(targets: Tensor) -> Laplace:
+        la = Laplace(model, "classification", "all", "iterncgp", num_actions=24, mean=mean)
+        la.fit(DataLoader(TensorDataset(x, targets), 5))
+        return la
+
+    hard, soft, mixed = fitted(y), fitted(sure), fitted(0.7 * sure + 0.1)
+    torch.testing.assert_close(soft.latent(x), hard.latent(x))
+    torch.testing.assert_close(soft.log_marginal_likelihood(), hard.log_marginal_likelihood())
+    log_p = model(x).detach().log_softmax(1)
+    if mean == "network":  # W does not depend on the targets, the loss does
+        torch.testing.assert_close(mixed.latent(x), hard.latent(x))
+        assert float(mixed.loss) == pytest.approx(-float(((0.7 * sure + 0.1) * log_p).sum()), rel=1e-4)
+    else:
+        assert (mixed.latent(x)[0] - hard.latent(x)[0]).abs().max() > 1e-3
+    with pytest.raises(ValueError, match="sum to one in each row"):
+        fitted(0.5 * sure)
+    with pytest.raises(ValueError, match="Try their likeliest class" if mean == "network" else "refined"):
+        soft.calibrate(DataLoader(TensorDataset(x, sure), 5))
