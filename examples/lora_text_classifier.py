@@ -83,7 +83,7 @@ def scores(p: Tensor, y: Tensor, far: Tensor) -> str:
 
 def main() -> None:
     torch.manual_seed(0)
-    size = 40 if TOY else 300
+    size = 40 if TOY else 200
     model = trained(bert(8), texts(range(8), 10 * size, 1), 6, 2e-3)
     model.classifier, model.num_labels, model.config.num_labels = nn.Linear(32, 3), 3, 3
     settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["query", "value"], task_type="SEQ_CLS")
@@ -109,7 +109,7 @@ def main() -> None:
     for structure, uncertain in (("kron", TakesBatches(model)), ("iterncgp", model)):
         la = Laplace(uncertain, "classification", subset_of_weights="all", hessian_structure=structure)
         la.fit(DataLoader(data, batch_size=50))
-        la.optimize_prior_precision(method="gridsearch", val_loader=val_loader, grid_size=9 if TOY else 31)
+        la.optimize_prior_precision(method="gridsearch", val_loader=val_loader, grid_size=9)
         p, q = (la(batch, link_approx="mc", n_samples=500).double() for batch in (new, other))
         name = f"{structure}, precision {float(la.prior_precision):.0f}"
         print(f"{name:<23}{scores(p, new['labels'], q)}")

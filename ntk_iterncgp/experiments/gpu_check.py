@@ -2,8 +2,8 @@
 
     python -m ntk_iterncgp.experiments.gpu_check
 
-A convolutional network and a Gaussian process, both on random data, are fitted on the CPU in float64 and, in float32, on
-the CPU and on the GPU if there is one: seconds of a fit and a prediction, memory, and the largest deviation from
+A convolutional network and a Gaussian process, both on random data, are fitted on the CPU in float64 and, in float32,
+on the CPU and on the GPU if there is one: seconds of a fit and a prediction, memory, and the largest deviation from
 float64 of standard deviations, relative to them. The exit code is 1 where a deviation is larger than `TOLERANCE`.
 """
 

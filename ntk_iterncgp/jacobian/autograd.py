@@ -347,9 +347,17 @@ def derivative_dtype(num_params: int, own: torch.dtype, num_data: int | None, *,
 
 
 def _in_dtype(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """All parameters and buffers of floating point, in another dtype, by each of their names."""
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return {name: value.detach().to(dtype) for name, value in named if value.is_floating_point()}
+    """All parameters and buffers of floating point, in another dtype, by their name in each module.
+
+    A module used twice counts once: its parameters, exchanged twice, would stay in the model.
+    """
+    return {
+        name: value.detach().to(dtype)
+        for prefix, module in model.named_modules()
+        for named in (module.named_parameters, module.named_buffers)
+        for name, value in named(prefix, recurse=False, remove_duplicate=False)
+        if value.is_floating_point()
+    }
 
 
 def _floats_to(x: Inputs, dtype: torch.dtype) -> Inputs:

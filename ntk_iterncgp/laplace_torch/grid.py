@@ -236,7 +236,7 @@ def _checked_targets(la: IterNCGPLaplace, y: Tensor) -> Tensor:
     if y.is_floating_point() and not bool(torch.isfinite(y).all()):
         raise ValueError("The targets of val_loader must be finite; got NaN or infinity. Remove those data.")
     is_classification = la.likelihood == Likelihood.CLASSIFICATION
-    if is_classification and y.ndim == 2 and y.shape[1] > 1 and la._num_tokens == 1:
+    if is_classification and y.is_floating_point() and y.ndim == 2 and y.shape[1] > 1:
         raise ValueError(
             f"A validation set must have one label for each input; got probabilities of shape {tuple(y.shape)}. Try "
             "their likeliest class, or optimize_prior_precision(method='marglik'), which needs no validation set."

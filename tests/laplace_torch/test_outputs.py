@@ -172,6 +172,18 @@ def test_ignored_labels_of_plain_pairs_are_refused_since_their_outputs_would_cou
         la.fit(DataLoader(TensorDataset(x, y.index_fill(1, torch.tensor([0]), -100)), 5))
 
 
+def test_a_layer_used_twice_keeps_its_weights_where_derivatives_are_in_another_dtype() -> None:
+    torch.manual_seed(0)
+    inner = nn.Linear(3, 3)
+    model, x = nn.Sequential(inner, nn.Tanh(), inner, nn.Tanh(), nn.Linear(3, CLASSES)).eval(), torch.randn(NUM_DATA, 3)
+    before = [(p, p.detach().clone()) for p in model.parameters()]
+    la = Laplace(model, "classification", "all", "iterncgp", dtype=torch.float64)
+    la.fit(DataLoader(TensorDataset(x, torch.arange(NUM_DATA) % CLASSES), 5))
+    la(x)
+    pairs = zip(before, model.parameters(), strict=True)
+    assert all(now is then and now.dtype == torch.float32 and torch.equal(now, value) for (then, value), now in pairs)
+
+
 # --- soft labels ------------------------------------------------------------------------------------------------------
 
 

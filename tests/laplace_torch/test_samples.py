@@ -153,11 +153,6 @@ def test_regression_gives_mean_and_variance_in_the_forms_of_laplace_torch(case: 
     close(diagonal, la(x)[1].diagonal(dim1=1, dim2=2), 1e-14)
 
 
-def test_sampled_network_weights_are_no_prediction_type() -> None:
-    with pytest.raises(ValueError, match="Only gp is supported"):
-        fitted(MLP)(MLP.new_inputs(), pred_type="nn", link_approx="mc")
-
-
 @problems
 @subsets
 @pytest.mark.parametrize("mean_mode", ["network", "refined"])
