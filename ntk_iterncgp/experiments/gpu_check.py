@@ -12,13 +12,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from laplace import Laplace
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ntk_iterncgp import NonConjugateGP, kernels, likelihoods
+from ntk_iterncgp.gp import NonConjugateGP
+from ntk_iterncgp.kernels import RBF
+from ntk_iterncgp.likelihoods import Poisson
 
 TOLERANCE = 0.02  # of a standard deviation: rounding in float32, and what little it changes in the choice of actions
 CLASSES, IMAGES, POINTS, NEW = 10, 256, 500, 32
@@ -45,7 +48,7 @@ def network(device: torch.device, dtype: torch.dtype) -> Callable[[], Tensor]:
     layers = [nn.Conv2d(3, 16, 3, stride=2), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2), nn.ReLU()]
     model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(32 * 49, CLASSES)).eval().to(device, dtype)
     images, labels = torch.randn(IMAGES + NEW, 3, 32, 32).to(device, dtype), torch.arange(IMAGES) % CLASSES
-    la = Laplace(model, "classification", "all", "iterncgp", num_actions=32, dtype=dtype)
+    la: Any = Laplace(model, "classification", "all", "iterncgp", num_actions=32, dtype=dtype)
     la.fit(DataLoader(TensorDataset(images[:IMAGES], labels.to(device)), batch_size=64))
     return lambda: la.latent(images[IMAGES:], contrasts="all")[1].diagonal(dim1=1, dim2=2).sqrt()
 
@@ -55,7 +58,7 @@ def gaussian_process(device: torch.device, dtype: torch.dtype) -> Callable[[], T
     generator = torch.Generator().manual_seed(0)
     X = torch.rand(POINTS + NEW, 2, generator=generator, dtype=torch.float64).to(device, dtype)
     y = torch.poisson(torch.exp(torch.sin(6 * X[:POINTS, 0].cpu())), generator=generator)
-    gp = NonConjugateGP(kernels.RBF(0.3, 1.0), likelihoods.Poisson(), max_products=100)
+    gp = NonConjugateGP(RBF(0.3, 1.0), Poisson(), max_products=100)
     gp.fit(X[:POINTS], y.to(device, dtype))
     return lambda: gp.latent(X[POINTS:])[1].sqrt()
 

@@ -19,6 +19,7 @@ from ntk_iterncgp.fitting.cluster_run import ClusterState, unfolded
 from ntk_iterncgp.jacobian.autograd import SMALL_NETWORK
 from ntk_iterncgp.jacobian.rows import Contrasts, DenseRows, NetworkJacobian, Rows
 from ntk_iterncgp.laplace_torch.detector import Detecting
+from ntk_iterncgp.laplace_torch.fitting import FittedNetwork
 from ntk_iterncgp.laplace_torch.grid import GivenMoments, calibrated, descend, search_grid
 from ntk_iterncgp.laplace_torch.hyperparameters import (
     check_may_be_tuned,
@@ -54,7 +55,7 @@ from ntk_iterncgp.runtime.validate import whole_number
 QUADRATURE = ("quadrature", "quasi", "accurate")
 
 
-class IterNCGPLaplace(Detecting, WeightDistribution):
+class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
     """The posterior of the linearised network given all training data. Abstract; the flavours are final."""
 
     output_temperature: float = 1.0
@@ -108,26 +109,16 @@ class IterNCGPLaplace(Detecting, WeightDistribution):
             link_approx = LinkApprox.PROBIT  # regression has no link
         n_samples = 100 if n_samples is None else n_samples
         if pred_type == PredType.NN:
-            draws = self.predictive_samples(x, pred_type, n_samples)
-            is_classifier = self.likelihood == Likelihood.CLASSIFICATION
-            return draws.mean(0) if is_classifier else (draws.mean(0), draws.var(0))
+            return self._averaged(self.predictive_samples(x, pred_type, n_samples))
         with full_precision(self._device):
             known = self._with_moments(x, contrasts, joint=joint) if pred_type == PredType.GP else x
             is_bridge = link_approx in (LinkApprox.BRIDGE, LinkApprox.BRIDGE_NORM) and isinstance(known, GivenMoments)
             if is_bridge and not bool(known[1].diagonal(dim1=1, dim2=2).all()):
                 raise ValueError(
-                    f"`link_approx` must be one for logits of which none is fixed; got {str(link_approx)!r} for a "
-                    "network with a single logit. Try 'probit' or 'quadrature'."
+                    "`link_approx` must not be 'bridge' with a single logit. Try 'probit' or 'quadrature'."
                 )
             found = super().__call__(known, pred_type, joint, link_approx, n_samples, *args, **kwargs)
             return self._by_tokens(found, x)
-
-    @property
-    def _num_classes(self) -> int:
-        return self.n_outputs // self._num_tokens
-
-    def _split_tokens(self, outputs: Tensor) -> Tensor:  # (…, T·C) -> (…, T, C)
-        return outputs.unflatten(-1, (-1, self._num_classes)) if self._num_tokens > 1 else outputs
 
     def _by_tokens(self, values: Any, x: Inputs, dim: int = 0) -> Any:
         """What was computed for each place of the inputs, by input: (b·T, …) -> (b, T, …)."""

@@ -4,23 +4,40 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from laplace.utils.enums import Likelihood
 from torch import Tensor
 
 from ntk_iterncgp.data.fixed_order import Inputs
-from ntk_iterncgp.laplace_torch.fitting import FittedNetwork
 from ntk_iterncgp.posterior.precision import PosteriorPrecision
 from ntk_iterncgp.posterior.weight_space import ConditionedPosterior
 from ntk_iterncgp.runtime.threads import evaluating, exclusively
 from ntk_iterncgp.runtime.validate import whole_number
 
+if TYPE_CHECKING:
+    from ntk_iterncgp.laplace_torch.fitting import FittedNetwork
+else:
+    FittedNetwork = object
+
 
 class WeightDistribution(FittedNetwork):
-    """N(μ, Σ_θ). Abstract; the flavours are final."""
+    """N(μ, Σ_θ), for a fitted network. A mixin."""
 
     output_temperature: float
+
+    @property
+    def _num_classes(self) -> int:
+        return self.n_outputs // self._num_tokens
+
+    def _averaged(self, draws: Tensor) -> Tensor | tuple[Tensor, Tensor]:  # (s, b, C)
+        """Probabilities, or the mean and the variance of a regression."""
+        is_classifier = self.likelihood == Likelihood.CLASSIFICATION
+        return draws.mean(0) if is_classifier else (draws.mean(0), draws.var(0))
+
+    def _split_tokens(self, outputs: Tensor) -> Tensor:  # (…, T·C) -> (…, T, C)
+        return outputs.unflatten(-1, (-1, self._num_classes)) if self._num_tokens > 1 else outputs
 
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:  # (n_samples, P)
         """Draws of the weights."""

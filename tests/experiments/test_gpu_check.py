@@ -17,6 +17,7 @@ def test_the_check_prints_its_table_and_passes(
     assert sum("float32" in line for line in lines) in (2, 4) and lines[-1].endswith("passed.")
 
 
+@pytest.mark.cli
 def test_a_deviation_fails_the_check(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(device: object, dtype: gpu_check.torch.dtype) -> object:
         return lambda: gpu_check.torch.ones(3) * (1.5 if dtype == gpu_check.torch.float32 else 1.0)
