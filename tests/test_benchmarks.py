@@ -17,6 +17,7 @@ from benchmarks import (
     ntk,
     one_epoch,
     peers,
+    prediction,
     scaling,
     shares,
     soak,
@@ -322,3 +323,18 @@ def test_the_table_of_architectures_is_written_and_all_that_work_are_exact(tmp_p
     assert all(f"\n| {case.name} |" in written for case in compatibility.CASES)  # whoever adds one prints it again
     heading = page.read_text(encoding="utf-8").split("|---")[0]
     assert written.startswith(heading)
+
+
+@pytest.mark.cli
+def test_the_benchmark_of_predictions_compares_few_contrasts_with_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "prediction.json"
+    prediction.main(["--quick", "--json", str(file)])
+    shown = capsys.readouterr().out
+    for found in json.loads(file.read_text()):
+        assert found["setting"] in shown and found["fit bytes"] > 0 and found["predict bytes"] > 0
+        assert list(found["rows"]) == ["1", "3", "auto", "all"]
+        for row in found["rows"].values():
+            assert row["forwards"] > 1 and row["milliseconds"] > 0 and row["NLL"] > 0 and 0 <= row["ECE"] <= 1
+    assert len({str(setting) for setting in prediction.settings()}) == len(prediction.settings())

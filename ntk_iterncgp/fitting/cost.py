@@ -355,6 +355,9 @@ def estimate_cost(network: LinearisedNetwork, settings: NetworkSettings, *, time
     jacobian, plan = network.jacobian, Plan.of(network, settings, prepared=timed)
     fixed, of_actions = _fixed_bytes(plan, jacobian, network.likelihood), _action_bytes(plan, jacobian)
     rows = row_seconds(plan, jacobian) if timed else None
+    images = image_bytes(jacobian, plan.actions)
+    stored = images if settings.storage is None else images * settings.storage.itemsize // jacobian.dtype.itemsize
+    of_actions += 0 if settings.storage is None else stored  # beside the sums
     return Cost(
         plan.num_data,
         jacobian.num_params,
@@ -363,7 +366,7 @@ def estimate_cost(network: LinearisedNetwork, settings: NetworkSettings, *, time
         None if rows is None else fit_seconds(plan, network, rows),
         None if rows is None else 1000 * prediction_seconds(plan, rows),
         fixed + of_actions,
-        settings.chunk_bytes + WORKSPACE_BYTES + 2 * image_bytes(jacobian, plan.actions),
+        settings.chunk_bytes + WORKSPACE_BYTES + 3 * stored // 2,  # up to half of A without the zeros in it
         available_bytes(jacobian.device),
         fixed,
         of_actions // plan.actions,

@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, cast
 
+import torch
 from torch import Tensor
 
 from ntk_iterncgp.data.fixed_order import FirstBatch, FixedOrderData
@@ -57,6 +58,7 @@ class NetworkSettings:
     combines: bool = True  # more groups than actions into the best combinations; else each group is an action
     is_known: bool = False  # the model, whose derivatives an earlier fit has checked
     is_bounded: bool = False  # num_actions was asked for, and is not the default
+    storage: torch.dtype | None = None  # of A once the fit is done; None: as derivatives
 
     @classmethod
     def checked(
@@ -72,6 +74,7 @@ class NetworkSettings:
         options: NewtonOptions,
         chunk_bytes: int,
         seed: int,
+        storage: torch.dtype | str | None = None,
     ) -> NetworkSettings:
         """What the user asked for, with defaults filled in; or an error that names the setting."""
         if mean not in MEANS:
@@ -84,6 +87,8 @@ class NetworkSettings:
                 f"policy={policy!r} must be combined with mean='network'; got mean={mean!r}. Its actions contract the "
                 "variance and say little about the mean. Try policy='curvature_residual'."
             )
+        if storage not in (None, torch.bfloat16, "bfloat16"):
+            raise ValueError(f"`storage` must be None or 'bfloat16'; got {storage!r}. Try storage='bfloat16'.")
         max_epochs = Budget(epochs=max_epochs).epochs
         if max_epochs is not None and max_epochs <= 1 / 3:
             raise ValueError(
@@ -109,6 +114,7 @@ class NetworkSettings:
             chunk_bytes=whole_number("chunk_bytes", chunk_bytes, at_least=1),
             seed=seed_number(seed),
             is_bounded=is_bounded,
+            storage=None if storage is None else torch.bfloat16,
         )
 
     def bounds_actions(self, rank: int) -> bool:
@@ -159,7 +165,7 @@ class NetworkFit:
     num_data: int
     num_outputs: int
     report: FitReport
-    state: State | ClusterState | None  # None: exact
+    state: State | ClusterState | None  # None: exact, or A is stored in fewer digits
     first_batch: FirstBatch
     data_seen: Tensor  # (1,)
 

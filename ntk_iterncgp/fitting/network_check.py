@@ -35,6 +35,7 @@ from ntk_iterncgp.data.fixed_order import Inputs, slice_rows
 from ntk_iterncgp.fitting.network import LinearisedNetwork, NetworkSettings
 from ntk_iterncgp.fitting.report import ELSEWHERE, MIN_DATA, ROWS, SelfCheckError, refusal
 from ntk_iterncgp.jacobian.rows import FEW_NUMBERS, NetworkJacobian, Rows, affordable_data
+from ntk_iterncgp.jacobian.weights import WeightColumns
 from ntk_iterncgp.likelihoods.base import Likelihood
 from ntk_iterncgp.likelihoods.tokens import TokenSoftmax
 from ntk_iterncgp.linalg.factor import block_matrix, inner_products, rounding_noise
@@ -44,7 +45,6 @@ from ntk_iterncgp.runtime import parallel
 MARGIN = 500.0  # in units of rounding: a network amplifies it, and other batches are summed in another order
 FLOOR = 1e-10  # what is asked of float64
 SMALL = 1e-6  # a curvature that says nothing
-COLUMNS = 32  # of the images, scaled by the prior variance at once
 
 
 def network_rounding(dtype: torch.dtype) -> float:
@@ -123,11 +123,11 @@ def _matrices(posterior: WeightPosterior) -> Iterator[str]:
     if posterior.trace_is_exact:
         gram, known = posterior.unit_gram * sides[:, None] * sides, float(posterior.curvature_diagonal.sum())
         # Nearly dependent actions would make information of rounding; of right images AᵀA has no more than B tr(JᵀWJ).
-        rounding = rounding_noise(gram, scaled, posterior.images.dtype)
-        limit = torch.finfo(posterior.images.dtype).eps * posterior.rank * known
+        rounding = rounding_noise(gram, scaled, posterior.dtype)
+        limit = torch.finfo(posterior.dtype).eps * posterior.rank * known
         scaled.diagonal().add_(min(rounding, limit))
         said = float(torch.linalg.solve(scaled, gram).trace())
-        slack = 0.5 if posterior.images.dtype != torch.float64 else 1e-3
+        slack = 0.5 if posterior.dtype != torch.float64 else 1e-3
         if not said <= (1 + slack) * known + SMALL:
             yield f"actions that say no more than all data do ({known:.4g}), but they say {said:.4g}"
 
@@ -135,11 +135,10 @@ def _matrices(posterior: WeightPosterior) -> Iterator[str]:
 def _variance(posterior: WeightPosterior, prior_precision: Tensor, noise_scale: Tensor, rows: Rows) -> Iterator[str]:
     variance = 1 / posterior.precision_of_weights(prior_precision)
     prior = rows.covariance(variance).diagonal(dim1=1, dim2=2)  # (b, C)
-    scaled = variance.to(posterior.images.dtype)[:, None]
-    cross = torch.cat([rows.times(scaled * part) for part in posterior.images.split(COLUMNS, 1)], 2)  # (b, C, B)
+    cross = rows.times(WeightColumns(posterior.images, posterior.dtype, variance))  # (b, C, B)
     half = posterior.factor(prior_precision, noise_scale).half_solve(cross.flatten(0, 1).T)
     left = 1 - half.square().sum(0) / prior.flatten().clamp_min(1e-300)
-    if not bool((left >= -(network_rounding(posterior.images.dtype) ** 0.5)).all()):
+    if not bool((left >= -(network_rounding(posterior.dtype) ** 0.5)).all()):
         worst = float(left.nan_to_num(nan=-torch.inf).min())
         yield f"variances between zero and the prior's, but one is {worst:.1e} times the prior's"
 

@@ -47,6 +47,8 @@ PROOF_ROWS = 2
 """At how many data rows by layers are compared with reverse mode: whether they are right is a matter of the model. That
 weights are used again for some data only is a matter of the batch, and seen in each by `layer_rows`."""
 
+Owners = Mapping[str, tuple[str, str]]  # of each parameter: its layer, and where it is in it
+
 SMALL_NETWORK, FEW_DATA = 2**14, 2**12  # weights and data, up to which derivatives are taken in float64
 
 _told: WeakSet[nn.Module] = WeakSet()  # which models are known not to be vectorised: once is enough
@@ -82,7 +84,7 @@ class Jacobian(NetworkJacobian):
         self.num_params = sum(self.sizes)
         self._vmaps = True
         self._places = layers_of(model, self.params)
-        self._numbers_per_output: int | None = None  # of rows by layers, for one input
+        self._numbers: tuple[int, int] | None = None  # of rows by layers at an input: for any, and for each of them
         self._shapes: list[torch.Size] | None = None  # of the inputs that were looked at
 
     # --- the function ---------------------------------------------------------------------------------------------
@@ -136,7 +138,7 @@ class Jacobian(NetworkJacobian):
                 allow_unused=True,
             )
             columns.append(self._flatten(gradients))
-        return torch.stack(columns, 1) if columns else cotangents.new_zeros(self.num_params, 0)
+        return torch.stack(columns).T if columns else cotangents.new_zeros(self.num_params, 0)
 
     def jvp(self, x: Inputs, tangents: Tensor) -> Tensor:  # (P, k) -> (b, C, k)
         """J V on a batch."""
@@ -174,6 +176,10 @@ class Jacobian(NetworkJacobian):
         return torch.stack(columns, 2)
 
     def prepare(self, x: Inputs, num_rows: int) -> None:
+        with exclusively(self.model):  # another thread may be about to use what is not proven yet
+            self._prepare(x, num_rows)
+
+    def _prepare(self, x: Inputs, num_rows: int) -> None:
         some = slice_rows(x, slice(0, PROOF_ROWS), num_rows)
         shapes = [value.shape[1:] for value in _tensors_of(some)]
         if self._places is None or shapes == self._shapes:
@@ -183,23 +189,22 @@ class Jacobian(NetworkJacobian):
         leaves = self._leaves()
         with torch.enable_grad(), plain_attention():
             outputs = self.forward(some, leaves)  # once, for all backward passes of the proof
-        C = outputs.shape[1]
 
         def pull_back(cotangents: Tensor) -> Tensor:  # (b, C) -> (P,)
             return self._gradients(outputs, leaves, cotangents[..., None], retain_graph=True)[:, 0]
 
         with torch.no_grad():
-            one = self._proven(some, outputs.shape, 1, pull_back)
-            two = self._proven(slice_rows(some, turned, len(turned)), outputs.shape, 2, lambda c: pull_back(c.flip(0)))
+            one = self._proven(some, self._places, outputs.shape, 1, pull_back)
+            turned_round = slice_rows(some, turned, len(turned))
+            two = self._proven(turned_round, self._places, outputs.shape, 2, lambda c: pull_back(c.flip(0)))
         if one is None or two is None:
             self._places = None
             return
-        # What rows take is nearly a line in their number: a part for all outputs, and one for each.
-        numbers = one.num_numbers + (C - 1) * max(0, two.num_numbers - one.num_numbers)
-        self._numbers_per_output = -(-numbers // one.outputs.numel())
+        b, each = len(one.outputs), two.num_numbers - one.num_numbers
+        self._numbers = -(-(one.num_numbers - each) // b), -(-each // b)
 
     def _proven(
-        self, x: Inputs, shape: torch.Size, number: int, pull_back: Callable[[Tensor], Tensor]
+        self, x: Inputs, places: Owners, shape: torch.Size, number: int, pull_back: Callable[[Tensor], Tensor]
     ) -> LayerRows | None:
         """Return rows by layers of random combinations of the outputs, if reverse mode agrees.
 
@@ -208,20 +213,21 @@ class Jacobian(NetworkJacobian):
         generator = torch.Generator().manual_seed(number)
         contrasts = torch.randn(shape[1], number, generator=generator, dtype=torch.float64)
         contrasts = contrasts.to(self.device, self.dtype)
-        rows = self._rows_by_layers(x, shape[0], contrasts)
+        rows = self._rows_by_layers(x, shape[0], places, contrasts)
         return rows if rows is not None and rows.agrees_with(lambda c: pull_back(c @ contrasts.T)) else None
 
     def bytes_per_row(self, num_outputs: int) -> int:
         # Of J as a whole there are three copies: itself, what it is concatenated from, and J Λ^{-½}. By layers there is
         # less, as `prepare` finds; before it, what `layer_rows` may take at the most.
         by_layers = self._places is not None and not torch.is_grad_enabled()
-        numbers = (self._numbers_per_output or 2 * self.num_params) if by_layers else 3 * self.num_params
-        return num_outputs * numbers * self.dtype.itemsize
+        fixed, each = (self._numbers or (0, 2 * self.num_params)) if by_layers else (0, 3 * self.num_params)
+        return (fixed + num_outputs * each) * self.dtype.itemsize
 
     def rows(self, x: Inputs, num_rows: int, contrasts: Contrasts | None = None) -> Rows:
         if not torch.is_grad_enabled():
             self.prepare(x, num_rows)
-            found = None if self._places is None else self._rows_by_layers(x, num_rows, contrasts)
+            places = self._places
+            found = None if places is None else self._rows_by_layers(x, num_rows, places, contrasts)
             if found is not None:
                 return found
             self._places = None  # nor for other data, so that their memory is counted as it will be
@@ -230,20 +236,20 @@ class Jacobian(NetworkJacobian):
             outputs = self.forward(x)
             return DenseRows(outputs, self._pulled_back(x, num_rows, contrasts_at(contrasts, outputs)))
 
-    def _rows_by_layers(self, x: Inputs, num_rows: int, contrasts: Contrasts | None) -> LayerRows | None:
-        assert self._places is not None
+    def _rows_by_layers(
+        self, x: Inputs, num_rows: int, places: Owners, contrasts: Contrasts | None
+    ) -> LayerRows | None:
         leaves = self._leaves()
         source = x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else None
-        with exclusively(self.model):  # it is watched by hooks
-            return layer_rows(
-                self.model,
-                lambda: self.forward(x if source is None else source.clone(), leaves),  # a model may overwrite it
-                source,
-                self._places,
-                leaves,
-                num_rows,
-                contrasts,
-            )
+        return layer_rows(
+            self.model,
+            lambda: self.forward(x if source is None else source.clone(), leaves),  # a model may overwrite it
+            source,
+            places,
+            leaves,
+            num_rows,
+            contrasts,
+        )
 
     def vjp_each(self, x: Inputs, cotangents: Tensor) -> Tensor:  # (b, C, k) -> (b, k, P)
         with torch.no_grad(), plain_attention():

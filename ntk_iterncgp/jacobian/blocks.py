@@ -1,18 +1,20 @@
-"""The rows of the Jacobian for one parameter tensor, J (b, C, P_l), written out only while a product needs them.
+"""The rows of the Jacobian for one parameter tensor, J (b, C, P_l), never there as a whole for a product.
 
 The derivative of output c with respect to the weights of a linear or convolutional layer is a sum over the T places
 where the layer is applied, of what went in there (K numbers) times the derivative by what came out (O numbers):
 
     J[c, o, k] = Σ_t g[c, o, t] u[k, t]
 
-For many columns V it is cheapest to write J out, and for few to pass them through the layer first: Σ_k u[k, t] V[o, k]
-does not depend on the output c.
+A product with columns V may write out J, some weights at a time, or pass V through the layer first, some columns at a
+time, since Σ_k u[k, t] V[o, k] does not depend on the output c. J Jᵀ may be had from J, or place by place, from
+Σ_ts g[c, o, t] (Σ_k u[k, t] u[k, s]) g[d, o, s]. Which takes least is counted (`_plan`): of a linear layer that each
+datum passes once J is never written out, of a convolution at many places it is for few outputs.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -21,8 +23,11 @@ from torch.nn import functional as F
 from torch.nn.grad import conv2d_weight
 
 from ntk_iterncgp.jacobian.rows import diagonal
+from ntk_iterncgp.jacobian.weights import LayerColumns, product
 
 MANY_PLACES = 128  # of a convolution, from which on its derivatives are those of another one
+SLICE_NUMBERS = 2**22  # of J, or of what is passed through a layer, at once: they stay in the cache
+STORE = 16  # what it takes to write a number and to read it again, in multiplications
 
 
 class Block(ABC):
@@ -38,16 +43,8 @@ class Block(ABC):
         """The same rows in another dtype."""
 
     @abstractmethod
-    def formed(self, space: Tensor) -> Block:
-        """Return itself, ready for several products that are better done with the rows written out.
-
-        They are written to `space`, a vector of at least `size` numbers that the next block may overwrite.
-        """
-
-    @property
-    def size(self) -> int:
-        """How many numbers `formed` writes."""
-        return 0
+    def slices(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the rows of some weights after the others, (b, C, p)."""
 
     @property
     @abstractmethod
@@ -56,24 +53,47 @@ class Block(ABC):
 
     @property
     def num_needed(self) -> int:
-        """How many more its products need for a time."""
+        """How many more its products need for a time, beside slices."""
         return 0
-
-    @abstractmethod
-    def times(self, weights: Tensor) -> Tensor:  # (P_l, k) -> (b, C, k)
-        """J V."""
 
     @abstractmethod
     def pull_back(self, cotangent: Tensor) -> Tensor:  # (b, C) -> (P_l,)
         """Jᵀc."""
 
     @abstractmethod
-    def gram(self) -> Tensor:  # (b, C, C)
-        """J Jᵀ of each datum."""
-
-    @abstractmethod
     def curvature_diagonal(self, weight: Tensor) -> Tensor:  # (b, C, C) -> (P_l,)
         """The diagonal of Σ_n J_nᵀ W_n J_n."""
+
+    def times(self, columns: LayerColumns) -> Tensor:  # (b, C, k)
+        """J V."""
+        return _sum(columns.moved_by(rows, part) for part, rows in self.slices())
+
+    def covariance(self, variance: Tensor, *, joint: bool) -> Tensor:  # (1,) or (P_l,)
+        """J diag(variance) Jᵀ of each datum (b, C, C), or of all together (b·C, b·C)."""
+        return _sum(_squared(rows, variance, part, joint) for part, rows in self.slices())
+
+    def products(self, columns: LayerColumns, variance: Tensor, *, joint: bool) -> tuple[Tensor, Tensor]:
+        """Both, from rows that are written out once."""
+        cross = covariance = torch.zeros(())
+        for part, rows in self.slices():
+            cross = cross.to(rows) + columns.moved_by(rows, part)
+            covariance = covariance.to(rows) + _squared(rows, variance, part, joint)
+        return cross, covariance
+
+
+def _sum(parts: Iterator[Tensor]) -> Tensor:
+    total = next(parts)
+    for part in parts:
+        total += part
+    return total
+
+
+def _squared(rows: Tensor, variance: Tensor, part: slice, joint: bool) -> Tensor:  # (b, C, p)
+    if variance.numel() > 1:
+        rows = rows * variance[part].sqrt().to(rows.dtype)
+    rows = rows.flatten(0, 1) if joint else rows
+    product: Tensor = rows @ rows.mT
+    return product if variance.numel() > 1 else product * variance.to(rows.dtype)
 
 
 class WrittenOut(Block):
@@ -93,60 +113,14 @@ class WrittenOut(Block):
     def in_dtype(self, dtype: torch.dtype) -> Block:
         return WrittenOut(self._matrix.to(dtype))
 
-    def formed(self, space: Tensor) -> Block:
-        return self
-
-    def times(self, weights: Tensor) -> Tensor:
-        return self._matrix @ weights
+    def slices(self) -> Iterator[tuple[slice, Tensor]]:
+        yield slice(0, self._matrix.shape[2]), self._matrix
 
     def pull_back(self, cotangent: Tensor) -> Tensor:
         return cotangent.flatten() @ self._matrix.flatten(0, 1)
 
-    def gram(self) -> Tensor:
-        return self._matrix @ self._matrix.mT
-
     def curvature_diagonal(self, weight: Tensor) -> Tensor:
         return diagonal(self._matrix, weight)
-
-
-class Outer(Block):
-    """g ⊗ u: the weight matrix of a linear layer that each datum passes once. Never written out for a product."""
-
-    def __init__(self, cotangents: Tensor, inputs: Tensor) -> None:
-        self.cotangents, self.inputs = cotangents, inputs  # g (b, C, O), u (b, K)
-
-    @property
-    def matrix(self) -> Tensor:
-        return torch.einsum("bco,bk->bcok", self.cotangents, self.inputs).flatten(2)
-
-    @property
-    def num_held(self) -> int:
-        return self.cotangents.numel()
-
-    @property
-    def num_needed(self) -> int:
-        return 2 * self.cotangents.numel() * self.inputs.shape[1]  # where each weight has a prior of its own
-
-    def in_dtype(self, dtype: torch.dtype) -> Block:
-        return Outer(self.cotangents.to(dtype), self.inputs.to(dtype))
-
-    def formed(self, space: Tensor) -> Block:
-        return self
-
-    def times(self, weights: Tensor) -> Tensor:
-        per_output: Tensor = self.inputs @ weights.unflatten(0, (self.cotangents.shape[2], -1))  # (O, b, k)
-        return self.cotangents @ per_output.transpose(0, 1)
-
-    def pull_back(self, cotangent: Tensor) -> Tensor:
-        return (torch.einsum("bc,bco->ob", cotangent, self.cotangents) @ self.inputs).flatten()
-
-    def gram(self) -> Tensor:
-        norms = self.inputs.square().sum(1)
-        return self.cotangents @ self.cotangents.mT * norms[:, None, None]
-
-    def curvature_diagonal(self, weight: Tensor) -> Tensor:
-        pulled = ((weight @ self.cotangents) * self.cotangents).sum(1)  # (b, O)
-        return (pulled.T @ self.inputs.square()).flatten()
 
 
 class Contraction(Block):
@@ -162,44 +136,94 @@ class Contraction(Block):
         return (self.cotangents.flatten(1, 2) @ self.inputs().mT).view(b, C, -1)
 
     @property
-    def size(self) -> int:
-        return self.cotangents.shape[:3].numel() * self.num_inputs
-
-    @property
     def num_held(self) -> int:
         return self.cotangents.numel()
 
     @property
     def num_needed(self) -> int:
         b, _, _, T = self.cotangents.shape
-        return 2 * self.size + b * self.num_inputs * T  # the rows, these by the prior's deviations, and u
+        return b * self.num_inputs * T  # u
 
     def in_dtype(self, dtype: torch.dtype) -> Block:
         return Contraction(self.cotangents.to(dtype), lambda: self.inputs().to(dtype), self.num_inputs)
 
-    def formed(self, space: Tensor) -> Block:
+    def slices(self, inputs: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
         b, C, channels, _ = self.cotangents.shape
-        rows = space[: self.size].view(b, C * channels, -1)
-        torch.bmm(self.cotangents.flatten(1, 2), self.inputs().mT, out=rows)
-        return WrittenOut(rows.view(b, C, -1))
+        u = self.inputs().mT if inputs is None else inputs.mT  # (b, T, K)
+        for some in _in_slices(channels, b * C * u.shape[2]):
+            rows = self.cotangents[:, :, some].flatten(1, 2) @ u
+            yield slice(some.start * u.shape[2], some.stop * u.shape[2]), rows.view(b, C, -1)
 
-    def times(self, weights: Tensor) -> Tensor:
-        (_, C, channels, T), k = self.cotangents.shape, weights.shape[1]
-        if T * k >= C * (T + k):  # multiplications, over O·K: first those by the columns, or first Σ_t
-            return self.matrix @ weights
-        columns = weights.unflatten(0, (channels, -1)).transpose(1, 2).flatten(0, 1)  # (O·k, K)
-        passed: Tensor = (columns @ self.inputs()).unflatten(1, (channels, k)).transpose(2, 3)  # (b, O, T, k)
-        return self.cotangents.flatten(2) @ passed.flatten(1, 2)
+    def times(self, columns: LayerColumns) -> Tensor:
+        b, C, channels, T = self.cotangents.shape
+        if not columns.number:
+            return self.cotangents.new_zeros(b, C, 0)
+        found = columns.without_zeros(channels)
+        u = None if found.inputs is None else self.inputs()[:, found.inputs]
+        if not self._plan(columns.number)[0]:
+            return _sum(found.moved_by(rows, part) for part, rows in self.slices(u))
+        u = self.inputs() if u is None else u
+        places, g = u.mT.flatten(0, 1), self.cotangents.mT.flatten(2).mT  # (b·T, K), (b, T·O, C)
+        parts = []
+        for some in _in_slices(columns.number, channels * max(b * T, u.shape[1])):
+            passed = product(places, found.columns(some, channels).flatten(0, 1))  # (b·T, z·O)
+            by_column = passed.view(b, T, -1, channels).transpose(1, 2).reshape(b, -1, T * channels)
+            parts.append((by_column @ g).mT)
+        return torch.cat(parts, 2)
+
+    def covariance(self, variance: Tensor, *, joint: bool) -> Tensor:
+        if joint or variance.numel() > 1 or not self._plan(0)[1]:
+            return super().covariance(variance, joint=joint)
+        return self._by_places(self.inputs()) * variance.to(self.cotangents.dtype)
+
+    def products(self, columns: LayerColumns, variance: Tensor, *, joint: bool) -> tuple[Tensor, Tensor]:
+        is_passed, by_places = self._plan(columns.number)
+        if is_passed or (by_places and not joint and variance.numel() == 1):
+            return self.times(columns), self.covariance(variance, joint=joint)
+        return super().products(columns, variance, joint=joint)
 
     def pull_back(self, cotangent: Tensor) -> Tensor:
         combined = torch.einsum("bc,bcot->bot", cotangent, self.cotangents)
         return (combined @ self.inputs().mT).sum(0).flatten()
 
-    def gram(self) -> Tensor:
-        return WrittenOut(self.matrix).gram()
-
     def curvature_diagonal(self, weight: Tensor) -> Tensor:
-        return WrittenOut(self.matrix).curvature_diagonal(weight)
+        if self.cotangents.shape[3] > 1:
+            return torch.cat([diagonal(rows, weight) for _, rows in self.slices()])
+        pulled = ((weight @ self.cotangents[..., 0]) * self.cotangents[..., 0]).sum(1)  # (b, O)
+        return (pulled.T @ self.inputs()[..., 0].square()).flatten()
+
+    def _plan(self, number: int) -> tuple[bool, bool]:
+        """Whether so many columns are passed through the layer, and whether J Jᵀ is had by places: what takes least."""
+        _, C, channels, T = self.cotangents.shape
+        K = self.num_inputs
+        size, again = channels * K, C * channels * K * (T + STORE)  # rows that are written out for J Jᵀ alone
+        written, passed = again + C * size * number, T * size * number + (C + STORE) * channels * T * number
+        by_places, from_rows = T * T * (K + C * channels) + C * C * channels * T, C * C * size
+        each = {
+            (False, False): written + from_rows,
+            (False, True): written + by_places,
+            (True, False): passed + again + from_rows,
+            (True, True): passed + by_places,
+        }
+        return min(each, key=lambda plan: each[plan])
+
+    def _by_places(self, u: Tensor) -> Tensor:  # (b, C, C)
+        combined = self.cotangents.flatten(1, 2) @ (u.mT @ u)  # (b, C·O, T)
+        product: Tensor = combined.view_as(self.cotangents).flatten(2) @ self.cotangents.flatten(2).mT
+        return product
+
+
+def _in_slices(number: int, each: int) -> Iterator[slice]:
+    """So many things in slices of at most `SLICE_NUMBERS` numbers, and at least one thing."""
+    size = max(1, SLICE_NUMBERS // max(1, each))
+    return (slice(start, min(start + size, number)) for start in range(0, number, size))
+
+
+class Outer(Contraction):
+    """g ⊗ u: the weight matrix of a linear layer that each datum passes once. Never written out for a product."""
+
+    def __init__(self, cotangents: Tensor, inputs: Tensor) -> None:  # g (b, C, O, 1), u (b, K)
+        super().__init__(cotangents, lambda: inputs[..., None], inputs.shape[1])
 
 
 class Convolution(Contraction):
@@ -220,11 +244,15 @@ class Convolution(Contraction):
 
     @property
     def matrix(self) -> Tensor:
-        (b, C, channels, _), layer = self.cotangents.shape, self._layer
+        return self._rows(slice(None))
+
+    def _rows(self, some: slice) -> Tensor:  # (b, C, p)
+        cotangents, layer = self.cotangents[:, :, some], self._layer
+        b, C, channels, _ = cotangents.shape
         rows: Tensor = conv2d_weight(
             self._images.reshape(1, -1, *self._images.shape[2:]),
             torch.Size((b * C * channels, *layer.weight.shape[1:])),
-            self.cotangents.reshape(1, -1, *self._out),
+            cotangents.reshape(1, -1, *self._out),
             layer.stride,
             layer.padding,
             layer.dilation,
@@ -234,13 +262,18 @@ class Convolution(Contraction):
 
     @property
     def num_needed(self) -> int:
-        return 2 * self.size
+        return 0
 
     def in_dtype(self, dtype: torch.dtype) -> Block:
         return self if dtype == self.cotangents.dtype else super().in_dtype(dtype)
 
-    def formed(self, space: Tensor) -> Block:
-        return WrittenOut(self.matrix)
+    def slices(self, inputs: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
+        if inputs is not None:
+            yield from super().slices(inputs)
+            return
+        b, C, channels, _ = self.cotangents.shape
+        for some in _in_slices(channels, b * C * self.num_inputs):
+            yield slice(some.start * self.num_inputs, some.stop * self.num_inputs), self._rows(some)
 
 
 class Lookup(Block):
@@ -263,30 +296,31 @@ class Lookup(Block):
     def num_held(self) -> int:
         return self.cotangents.numel()
 
-    @property
-    def num_needed(self) -> int:
-        b, C, _, D = self.cotangents.shape
-        return 2 * b * C * self.num_rows * D  # where each weight has a prior of its own
-
     def in_dtype(self, dtype: torch.dtype) -> Block:
         return Lookup(self.cotangents.to(dtype), self.rows, self.num_rows)
 
-    def formed(self, space: Tensor) -> Block:
-        return self
+    def slices(self) -> Iterator[tuple[slice, Tensor]]:
+        matrix = self.matrix
+        yield slice(0, matrix.shape[2]), matrix
 
-    def times(self, weights: Tensor) -> Tensor:
-        read = weights.unflatten(0, (self.num_rows, -1))[self.rows]  # (b, T, D, k)
-        product: Tensor = self.cotangents.flatten(2) @ read.flatten(1, 2)
-        return product
+    def times(self, columns: LayerColumns) -> Tensor:
+        found: Tensor = self.cotangents.flatten(2) @ columns.read(self.rows, self.num_rows).flatten(1, 2)
+        return found
+
+    def covariance(self, variance: Tensor, *, joint: bool) -> Tensor:
+        if joint or variance.numel() > 1:
+            return super().covariance(variance, joint=joint)
+        found: Tensor = self.cotangents.flatten(2) @ self._per_row().flatten(2).mT
+        return found * variance.to(found.dtype)
+
+    def products(self, columns: LayerColumns, variance: Tensor, *, joint: bool) -> tuple[Tensor, Tensor]:
+        return self.times(columns), self.covariance(variance, joint=joint)
 
     def pull_back(self, cotangent: Tensor) -> Tensor:
         combined = torch.einsum("bc,bctd->btd", cotangent, self.cotangents).flatten(0, 1)
         return (
             combined.new_zeros(self.num_rows, combined.shape[1]).index_add_(0, self.rows.flatten(), combined).flatten()
         )
-
-    def gram(self) -> Tensor:
-        return self.cotangents.flatten(2) @ self._per_row().flatten(2).mT
 
     def curvature_diagonal(self, weight: Tensor) -> Tensor:
         h = self._per_row()
@@ -320,24 +354,27 @@ class Transposed(Block):
     def num_needed(self) -> int:
         return self.block.num_needed
 
-    @property
-    def size(self) -> int:
-        return self.block.size
-
     def in_dtype(self, dtype: torch.dtype) -> Block:
         return Transposed(self.block.in_dtype(dtype), self.shape)
 
-    def formed(self, space: Tensor) -> Block:
-        return Transposed(self.block.formed(space), self.shape)
+    def slices(self) -> Iterator[tuple[slice, Tensor]]:
+        matrix = self.matrix
+        yield slice(0, matrix.shape[2]), matrix
 
-    def times(self, weights: Tensor) -> Tensor:
-        return self.block.times(weights.unflatten(0, self.shape).transpose(0, 1).flatten(0, 1))
+    def times(self, columns: LayerColumns) -> Tensor:
+        return self.block.times(columns.transposed(self.shape))
+
+    def covariance(self, variance: Tensor, *, joint: bool) -> Tensor:
+        return self.block.covariance(self._as_inside(variance), joint=joint)
+
+    def products(self, columns: LayerColumns, variance: Tensor, *, joint: bool) -> tuple[Tensor, Tensor]:
+        return self.block.products(columns.transposed(self.shape), self._as_inside(variance), joint=joint)
+
+    def _as_inside(self, variance: Tensor) -> Tensor:  # (1,) or (P_l,)
+        return variance if variance.numel() == 1 else variance.unflatten(0, self.shape).T.flatten()
 
     def pull_back(self, cotangent: Tensor) -> Tensor:
         return self._transposed(self.block.pull_back(cotangent))
-
-    def gram(self) -> Tensor:
-        return self.block.gram()
 
     def curvature_diagonal(self, weight: Tensor) -> Tensor:
         return self._transposed(self.block.curvature_diagonal(weight))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ntk_iterncgp.data.fixed_order import Inputs
 from ntk_iterncgp.jacobian.rows import Contrasts, NetworkJacobian, Rows, contrasts_at
+from ntk_iterncgp.jacobian.weights import WeightColumns
 
 
 class LastLayerJacobian(NetworkJacobian):
@@ -91,8 +92,8 @@ class LastLayerRows(Rows):
         same._features = self._features.to(dtype)
         return same
 
-    def times(self, weights: Tensor) -> Tensor:
-        weights = weights.to(self._features.dtype)
+    def times(self, weights: Tensor | WeightColumns) -> Tensor:
+        weights = WeightColumns.of(weights, self._features.dtype).whole()
         if self._contrasts is not None and self._contrasts.ndim == 3:
             return self._times_of_few(weights)
         matrix = self._jacobian.matrix(weights)
@@ -116,7 +117,8 @@ class LastLayerRows(Rows):
         return total
 
     def covariance(self, variance: Tensor, *, joint: bool = False) -> Tensor:
-        features, per_class = self._features.double(), self._jacobian.matrix(variance[:, None].double())[..., 0]
+        each = variance.double().expand(self._jacobian.num_params)
+        features, per_class = self._features.double(), self._jacobian.matrix(each[:, None])[..., 0]
         if not joint:
             variances = features.square() @ per_class.T  # (b, C)
             if self._contrasts is not None:

@@ -34,7 +34,9 @@ from ntk_iterncgp.jacobian.blocks import (
     WrittenOut,
     patches,
 )
-from ntk_iterncgp.jacobian.rows import Contrasts, DenseRows, Rows, contrasts_at, curvature_blocks
+from ntk_iterncgp.jacobian.rows import Contrasts, Rows, contrasts_at, curvature_blocks
+from ntk_iterncgp.jacobian.weights import WeightColumns
+from ntk_iterncgp.runtime.threads import exclusively
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 NORMS = (*BATCH_NORMS, nn.LayerNorm)
@@ -43,8 +45,11 @@ NORMS = (*BATCH_NORMS, nn.LayerNorm)
 class LayerRows(Rows):
     """J, or HᵀJ, as one block for each parameter tensor, in the order of the weights."""
 
-    def __init__(self, outputs: Tensor, num_rows: int, blocks: list[Block], sizes: list[int]) -> None:
+    def __init__(
+        self, outputs: Tensor, num_rows: int, blocks: list[Block], sizes: list[int], num_shared: int = 0
+    ) -> None:
         self.outputs, self.blocks, self.sizes = outputs, blocks, sizes
+        self.num_shared = num_shared  # how many numbers went through the layers, whatever the number of rows
         self.shape = len(outputs), num_rows  # (b, r): of J r is C
 
     def written_out(self) -> Tensor:
@@ -54,46 +59,63 @@ class LayerRows(Rows):
         if dtype == self.outputs.dtype:
             return self
         blocks = [block.in_dtype(dtype) for block in self.blocks]
-        return LayerRows(self.outputs.to(dtype), self.shape[1], blocks, self.sizes)
+        return LayerRows(self.outputs.to(dtype), self.shape[1], blocks, self.sizes, self.num_shared)
 
     @cached_property
     def jacobian(self) -> Tensor:  # (b, C, P)
         """The rows, written out."""
         return torch.cat([block.matrix for block in self.blocks], 2)
 
-    def times(self, weights: Tensor) -> Tensor:
-        total = self.outputs.new_zeros(*self.shape, weights.shape[1])
-        for block, part in zip(self.blocks, self._split(weights), strict=True):
+    def times(self, weights: Tensor | WeightColumns) -> Tensor:
+        columns = WeightColumns.of(weights, self.outputs.dtype)
+        total = self.outputs.new_zeros(*self.shape, columns.number)
+        for block, part in zip(self.blocks, columns.layers(self.sizes), strict=True):
             total += block.times(part)
         return total.double()
 
     def covariance(self, variance: Tensor, *, joint: bool = False) -> Tensor:
-        return self.products(torch.empty(sum(self.sizes), 0).to(self.outputs), variance, joint=joint)[1]
+        total = self.outputs.new_zeros(self._square(joint))
+        for block, each in zip(self.blocks, self._variances(variance), strict=True):
+            total += block.covariance(each, joint=joint)
+        return total.double()
 
-    def products(self, weights: Tensor, variance: Tensor, *, joint: bool = False) -> tuple[Tensor, Tensor]:
+    def products(
+        self, weights: Tensor | WeightColumns, variance: Tensor, *, joint: bool = False
+    ) -> tuple[Tensor, Tensor]:
         if weights.dtype != self.outputs.dtype:
             return self.in_dtype(weights.dtype).products(weights, variance, joint=joint)
-        b, r = self.shape
-        cross = self.outputs.new_zeros(b, r, weights.shape[1])
-        covariance = self.outputs.new_zeros((b * r, b * r) if joint else (b, r, r))
-        variances = variance.expand(sum(self.sizes)).split(self.sizes)
-        for formed, part, each in zip(self._formed(), self._split(weights), variances, strict=True):
-            cross += formed.times(part)
-            if not joint and bool((each == each[0]).all()):  # one prior variance for the whole layer
-                covariance += each[0].to(covariance.dtype) * formed.gram()
-            else:
-                covariance += DenseRows(self.outputs, formed.matrix).covariance(each, joint=joint)
+        columns = WeightColumns.of(weights, weights.dtype)
+        cross = self.outputs.new_zeros(*self.shape, columns.number)
+        covariance = self.outputs.new_zeros(self._square(joint))
+        layers = zip(self.blocks, columns.layers(self.sizes), self._variances(variance), strict=True)
+        for block, part, each in layers:
+            both = block.products(part, each, joint=joint)
+            cross += both[0]
+            covariance += both[1]
         return cross.double(), covariance.double()
 
-    def by_layer(self, weights: Tensor, sizes: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor]]:
+    def by_layer(self, weights: Tensor | WeightColumns, sizes: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor]]:
+        one = torch.ones(1, dtype=torch.float64, device=self.outputs.device)
         if len(sizes) == 1:  # all weights as one layer
-            yield self.products(weights, torch.ones((), device=weights.device))
+            yield self.products(weights, one)
         elif list(sizes) != self.sizes:
             yield from super().by_layer(weights, sizes)
         else:
-            rows = self.in_dtype(weights.dtype)
-            for formed, part in zip(rows._formed(), rows._split(weights), strict=True):
-                yield formed.times(part).double(), formed.gram().double()
+            rows, columns = self.in_dtype(weights.dtype), WeightColumns.of(weights, weights.dtype)
+            for block, part in zip(rows.blocks, columns.layers(self.sizes), strict=True):
+                cross, covariance = block.products(part, one, joint=False)
+                yield cross.double(), covariance.double()
+
+    def _square(self, joint: bool) -> tuple[int, ...]:
+        b, r = self.shape
+        return (b * r, b * r) if joint else (b, r, r)
+
+    def _variances(self, variance: Tensor) -> list[Tensor]:
+        """By parameter tensor; one number for a tensor whose weights all have the same."""
+        if variance.numel() == 1:
+            return [variance.reshape(1)] * len(self.sizes)
+        parts = variance.split(self.sizes)
+        return [each[:1] if bool((each == each[0]).all()) else each for each in parts]
 
     def curvature_diagonal(self, curvature: Callable[[Tensor], Tensor]) -> Tensor:
         weight = curvature_blocks(curvature, self.outputs.shape, self.outputs)
@@ -111,17 +133,9 @@ class LayerRows(Rows):
 
     @property
     def num_numbers(self) -> int:
-        """What is held at once: derivatives, and what the products of one layer need."""
-        return sum(block.num_held for block in self.blocks) + max(block.num_needed for block in self.blocks)
-
-    def _formed(self) -> Iterator[Block]:
-        """The blocks, each ready for several products until the next is asked for: one memory for all of them."""
-        space = self.outputs.new_empty(max(block.size for block in self.blocks))
-        return (block.formed(space) for block in self.blocks)
-
-    def _split(self, weights: Tensor) -> tuple[Tensor, ...]:
-        parts: tuple[Tensor, ...] = weights.to(self.outputs.dtype).split(self.sizes)
-        return parts
+        """What is held at once: inputs of the layers, derivatives, and what one layer sees at all of its places."""
+        held = self.num_shared + sum(block.num_held for block in self.blocks)
+        return held + max(block.num_needed for block in self.blocks)
 
 
 def layers_of(model: nn.Module, chosen: Mapping[str, Tensor]) -> dict[str, tuple[str, str]] | None:
@@ -198,7 +212,8 @@ def layer_rows(
     """
     modules = dict(model.named_modules())
     layers = {owner: modules[owner] for owner, _ in places.values()}
-    outputs, calls = _watched(layers, forward, num_rows)
+    with exclusively(model):  # hooks watch it; the backward passes below are those of this thread's own graph
+        outputs, calls = _watched(layers, forward, num_rows)
     seen, b = dict(calls), len(outputs)
     if len(calls) != len(layers) or len(seen) != len(layers):
         return None  # called twice, never, or as a constant
@@ -215,7 +230,8 @@ def layer_rows(
     for c, cotangent in enumerate(cotangents):  # all at once by vmap takes longer
         _differentiate(outputs, cotangent.expand_as(outputs), seen, source, kept, c, is_last=c + 1 == len(cotangents))
     blocks = [kept[owner].block(place) for owner, place in places.values()]
-    return LayerRows(outputs.detach(), len(cotangents), blocks, sizes)
+    num_shared = sum(call.inputs.numel() + call.shape.numel() for call in seen.values())
+    return LayerRows(outputs.detach(), len(cotangents), blocks, sizes, num_shared)
 
 
 def _watched(
@@ -352,7 +368,7 @@ class Places(Kept):
             read = self.cotangents.mT if padding is None else self.cotangents.mT * (rows != padding)[:, None, :, None]
             return Lookup(read, rows, self.layer.num_embeddings)
         if self.inputs.ndim == 2:
-            linear: Block = Outer(self.cotangents[..., 0], self.inputs)
+            linear: Block = Outer(self.cotangents, self.inputs)
         else:
             linear = Contraction(self.cotangents, lambda: self.inputs.flatten(1, -2).mT, self.inputs.shape[-1])
         shape = self.inputs.shape[-1], self.cotangents.shape[2]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 from ntk_iterncgp.data.fixed_order import FixedOrderData
 from ntk_iterncgp.data.order import Inputs, slice_rows
+from ntk_iterncgp.jacobian.weights import WeightColumns
 from ntk_iterncgp.likelihoods.base import CurvatureAt
 from ntk_iterncgp.runtime.parallel import Shard, all_sum
 
@@ -48,28 +50,30 @@ class Rows(ABC):
         """The same rows in another dtype, for products that are summed in it."""
 
     @abstractmethod
-    def times(self, weights: Tensor) -> Tensor:  # (P, k) -> (b, C, k)
+    def times(self, weights: Tensor | WeightColumns) -> Tensor:  # (P, k) -> (b, C, k)
         """J(x) V, in float64."""
 
     @abstractmethod
-    def covariance(self, variance: Tensor, *, joint: bool = False) -> Tensor:  # (P,)
+    def covariance(self, variance: Tensor, *, joint: bool = False) -> Tensor:  # (1,) or (P,)
         """J(x) diag(variance) J(x)ᵀ in float64: (b, C, C), or (b·C, b·C) if joint."""
 
-    def products(self, weights: Tensor, variance: Tensor, *, joint: bool = False) -> tuple[Tensor, Tensor]:
+    def products(
+        self, weights: Tensor | WeightColumns, variance: Tensor, *, joint: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """`times` and `covariance` together, in the dtype of the weights: rows that are not kept are computed once."""
         rows = self.in_dtype(weights.dtype)
         return rows.times(weights), rows.covariance(variance, joint=joint)
 
-    def by_layer(self, weights: Tensor, sizes: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor]]:
+    def by_layer(self, weights: Tensor | WeightColumns, sizes: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield J_l V_l (b, C, k) and J_l J_lᵀ (b, C, C) for each parameter tensor, in the dtype of the weights.
 
         Here from all rows, with zeros.
         """
-        start = 0
+        columns, start = WeightColumns.of(weights, weights.dtype), 0
         for size in sizes:
-            only = torch.zeros(len(weights), dtype=torch.float64, device=weights.device)
+            only = torch.zeros(sum(sizes), dtype=torch.float64, device=self.outputs.device)
             only[start : start + size] = 1
-            yield self.products(only.to(weights.dtype)[:, None] * weights, only)
+            yield self.products(replace(columns, scale=only), only)
             start += size
 
     @abstractmethod
@@ -89,8 +93,12 @@ class DenseRows(Rows):
     def in_dtype(self, dtype: torch.dtype) -> DenseRows:
         return DenseRows(self.outputs, self.jacobian.to(dtype))
 
-    def times(self, weights: Tensor) -> Tensor:
-        return (self.jacobian @ weights.to(self.jacobian.dtype)).double()
+    def times(self, weights: Tensor | WeightColumns) -> Tensor:
+        columns = WeightColumns.of(weights, self.jacobian.dtype)
+        return sum(
+            ((self.jacobian[:, :, part] @ rows) for part, rows in columns.slices()),
+            start=self.jacobian.new_zeros(*self.jacobian.shape[:2], columns.number),
+        ).double()
 
     def covariance(self, variance: Tensor, *, joint: bool = False) -> Tensor:
         one = variance.numel() == 1  # for all weights: no second copy of J
@@ -100,9 +108,10 @@ class DenseRows(Rows):
         product = (scaled @ scaled.mT).double()
         return product * variance.double() if one else product
 
-    def by_layer(self, weights: Tensor, sizes: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor]]:
-        for rows, part in zip(self.jacobian.to(weights.dtype).split(sizes, 2), weights.split(sizes), strict=True):
-            yield (rows @ part).double(), (rows @ rows.mT).double()
+    def by_layer(self, weights: Tensor | WeightColumns, sizes: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor]]:
+        columns = WeightColumns.of(weights, weights.dtype)
+        for rows, part in zip(self.jacobian.to(weights.dtype).split(sizes, 2), columns.layers(sizes), strict=True):
+            yield (rows @ part.rows(slice(None))).double(), (rows @ rows.mT).double()
 
     def curvature_diagonal(self, curvature: Callable[[Tensor], Tensor]) -> Tensor:
         return diagonal(self.jacobian, curvature_blocks(curvature, self.outputs.shape, self.jacobian)).double()

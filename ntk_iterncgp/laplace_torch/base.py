@@ -280,7 +280,7 @@ class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
         if not joint:
             return self._moments(x)
         posterior = self._posterior_now()
-        with exclusively(self.model), evaluating(self.model), self._gradients():
+        with evaluating(self.model), self._gradients():
             rows = self._all_rows_at(x)
             mean, covariance = self._mean_of(rows, posterior).flatten(), posterior.covariance(rows, joint=True)
         return self._tempered(mean.to(self._dtype), covariance.to(self._dtype))
@@ -303,7 +303,7 @@ class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
         def moments(rows: Rows) -> tuple[Tensor, Tensor]:
             return self._mean_of(rows, posterior, contrasts), posterior.covariance(rows)
 
-        with exclusively(self.model), evaluating(self.model), self._gradients():
+        with evaluating(self.model), self._gradients():
             # By `map`, no name holds the rows of one part while those of the next are computed.
             mean, covariance = map(torch.cat, zip(*map(moments, self._rows_at(x, contrasts)), strict=True))
         if self._num_tokens > 1:  # each place by itself
@@ -335,7 +335,7 @@ class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
         posterior = self._posterior_now()
         shape = posterior.shape or Shape.independent(self.n_outputs, self._device)
         parts = []
-        with exclusively(self.model), evaluating(self.model), self._gradients():
+        with evaluating(self.model), self._gradients():
             jacobian, inputs = self._jacobian_at(x)
             number: int | Tensor
             if isinstance(contrasts, int):

@@ -146,7 +146,7 @@ def rows_at(la: IterNCGPLaplace, x: Inputs | DataLoader[Any]) -> Iterator[Rows]:
 
 def measured_at(la: IterNCGPLaplace, prior: Prior, x: Inputs | DataLoader[Any]) -> Iterator[Measured]:
     """The small matrices of these rows; no row is held longer."""
-    dtype = prior.posterior.images.dtype if la.likelihood == Likelihood.CLASSIFICATION else torch.float64
+    dtype = prior.posterior.dtype if la.likelihood == Likelihood.CLASSIFICATION else torch.float64
     for rows in rows_at(la, x):
         with full_precision(la._device):
             yield Measured.of(rows, prior.posterior, prior.variances, dtype)

@@ -29,6 +29,7 @@ from ntk_iterncgp.fitting.report import FitReport
 from ntk_iterncgp.jacobian.autograd import SMALL_NETWORK, Logits, unwrapped
 from ntk_iterncgp.jacobian.last_layer import LastLayerJacobian
 from ntk_iterncgp.jacobian.rows import NetworkJacobian
+from ntk_iterncgp.jacobian.weights import WeightColumns
 from ntk_iterncgp.laplace_torch.hyperparameters import check_hyperparameters, hyperparameters
 from ntk_iterncgp.laplace_torch.updating import (
     PartialFit,
@@ -75,7 +76,12 @@ class FittedNetwork(BaseFunctionalLaplace):
     actions_per_step  of these, how many per Newton step (mean="refined")
     max_rank          how many actions to keep (None: all); compression says how they are chosen
     chunk_bytes       memory for the rows of the Jacobian, in predictions
+<<<<<<< HEAD
     backend           of laplace-torch, for its `marglik_training`: ignored, since derivatives are taken by this library
+=======
+    storage           "bfloat16" stores the images of the actions, P numbers for each, in half of the memory; what
+                      that loses is in the variance. refine needs all digits. None: as derivatives
+>>>>>>> 23b704e (Predict large networks layer by layer, and store A once)
     dtype             of derivatives; None: float64 for networks of up to 16 384 weights if they regress or have at most
                       4096 data, else that of the model
     """
@@ -108,6 +114,7 @@ class FittedNetwork(BaseFunctionalLaplace):
         chunk_bytes: int = 256 * 2**20,
         seed: int = 0,
         dtype: torch.dtype | None = None,
+        storage: torch.dtype | str | None = None,
     ) -> None:
         if likelihood not in (Likelihood.CLASSIFICATION, Likelihood.REGRESSION):
             raise ValueError(
@@ -130,6 +137,7 @@ class FittedNetwork(BaseFunctionalLaplace):
             options=NewtonOptions(max_rank, compression),
             chunk_bytes=chunk_bytes,
             seed=seed,
+            storage=storage,
         )
         self.dtype = dtype
         self._fitted, model = False, unwrapped(model)
@@ -213,7 +221,7 @@ class FittedNetwork(BaseFunctionalLaplace):
             settings, session = resolved(network, self.settings), None
             if checkpoint is not None:
                 session = open_session(checkpoint, "fit", *identity(self, network, settings))
-            found = _fitted_to(network, settings, progress_bar=progress_bar, session=session)
+            found = self._stored(_fitted_to(network, settings, progress_bar=progress_bar, session=session))
             self._take(self._with_reference(found, network))
             self._shard = shard
 
@@ -251,7 +259,7 @@ class FittedNetwork(BaseFunctionalLaplace):
                 about = identity(self, network, settings, data_before=before)
                 session = open_session(checkpoint, "update", *about)
             with without_interruption():
-                found = _fitted_to(network, settings, progress_bar=progress_bar, session=session)
+                found = self._stored(_fitted_to(network, settings, progress_bar=progress_bar, session=session))
             check_new_data(self, found)
             if self._fitted:
                 whole, max_rank = added(self, PartialFit.of_fit(found)), self.settings.options.max_rank
@@ -324,11 +332,11 @@ class FittedNetwork(BaseFunctionalLaplace):
         self._check_fitted()
         if epochs is None and seconds is None:
             raise ValueError("refine must be given epochs or seconds; got neither. Try refine(train_loader, epochs=1).")
-        if self._fit is None:
+        if self._fit is None or self._fit.state is None:
             raise RuntimeError(
-                "refine must follow a fit in this process; got a loaded or merged posterior, or an updated one, which "
-                "holds what predictions need, not the groups and actions to resume. Try fit(train_loader), or "
-                "update(loader) with data that it has not seen."
+                "refine must follow a fit in this process; got a loaded or merged posterior, or an updated one, or one "
+                "with `storage`, which holds what predictions need, not the groups and actions to resume. Try "
+                "fit(train_loader), or update(loader) with data that it has not seen."
             )
         self._refresh_posterior()
         if self._fit.state is None:
@@ -385,6 +393,12 @@ class FittedNetwork(BaseFunctionalLaplace):
             first_batch=first_batch,
         )
 
+    def _stored(self, found: NetworkFit) -> NetworkFit:
+        """With A as it is to be stored; what refine would resume is in full precision, and let go."""
+        if self.settings.storage is None:
+            return found
+        return replace(found, posterior=found.posterior.stored_as(self.settings.storage), state=None)
+
     def _with_reference(self, found: NetworkFit, network: LinearisedNetwork) -> NetworkFit:
         """With the shape of the covariance of the outputs, from a few of the first inputs."""
         first, jacobian, posterior = network.first_batch, network.jacobian, found.posterior
@@ -398,8 +412,8 @@ class FittedNetwork(BaseFunctionalLaplace):
             rows = jacobian.rows_in_parts(
                 some, number, Reference.contrasts, Reference.num_rows(C), self.settings.chunk_bytes
             )
-            gram = posterior.unit_gram
-            reference = Reference.of(rows, posterior.images, gram + posterior.rounding(gram), posterior.noise_gram)
+            gram, columns = posterior.unit_gram, WeightColumns(posterior.images, posterior.dtype)
+            reference = Reference.of(rows, columns, gram + posterior.rounding(gram), posterior.noise_gram)
         return replace(found, posterior=replace(posterior, reference=reference).with_gram(gram))
 
     def _check_hyperparameters(self) -> None:
@@ -498,6 +512,7 @@ def identity(
     if la.settings.in_groups:
         own["policy"] = EXACT if spent.policy == EXACT else None  # as in earlier checkpoints
     del own["combines"], own["is_known"], own["in_groups"], own["is_bounded"]  # which follow from what is called
+    del own["storage"]  # of what a run ends with
     stopping, options = asdict(own.pop("stopping")), asdict(own.pop("options"))
     settings = {
         "flavour": type(la).__name__,

@@ -73,7 +73,7 @@ class IterNCGPAllLaplace(CheckedHyperparameters, IterNCGPLaplace):
         return jacobian, None
 
     def _jacobian_at(self, x: Inputs) -> tuple[NetworkJacobian, Inputs]:
-        dtype = self.posterior.images.dtype
+        dtype = self.posterior.dtype
         if self._jacobian is None or self._jacobian.dtype != dtype or not self._jacobian.is_of(self.model):
             self._jacobian = Jacobian(
                 self.model, dtype=dtype
@@ -227,7 +227,7 @@ class IterNCGPLastLayerLaplace(CheckedHyperparameters, IterNCGPLaplace):
         return LastLayerJacobian(self._layer, dtype=dtype)
 
     def _jacobian_at(self, x: Inputs) -> tuple[NetworkJacobian, Inputs]:
-        jacobian = self._layer_jacobian(self.posterior.images.dtype)
+        jacobian = self._layer_jacobian(self.posterior.dtype)
         return jacobian, self._with_features(to_device(x, self._device))[1]
 
     def _parameters(self) -> dict[str, Tensor]:

@@ -189,7 +189,7 @@ def pass_once(
     data = FixedOrderData(loader, device=la._device, dict_key_x=la.dict_key_x, dict_key_y=la.dict_key_y)
     shift, parts, takes_few = la.mean - la.prior_mean, [], la._takes_few(contrasts)
     # With little noise a regression's variance is a small difference, at least at some precision of a grid.
-    dtype = torch.float64 if la.likelihood == Likelihood.REGRESSION else la.posterior.images.dtype
+    dtype = torch.float64 if la.likelihood == Likelihood.REGRESSION else la.posterior.dtype
     with evaluating(la.model), torch.no_grad():
         for x, y in tqdm(data.batches(), total=len(data), desc="Validation set", disable=not progress_bar):
             targets, num_inputs = _checked_targets(la, y), data.num_rows(x)

@@ -112,8 +112,7 @@ def _check_numbers(state: Mapping[str, Any], num_weights: int) -> None:
         "prior_mean": ((1,), (P,)),
         "curvature_diagonal": ((P,),),
     }
-    if "rounding_gram" in posterior:
-        shapes["rounding_gram"] = ((B, B),)
+    shapes |= {name: ((B, B),) for name in ("rounding_gram", "storage_gram") if name in posterior}
     for name, allowed in shapes.items():
         value = _finite(posterior, name)
         is_small = name not in ("images", "prior_mean")  # which are in the precision of the model

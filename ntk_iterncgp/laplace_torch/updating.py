@@ -119,7 +119,7 @@ def update_settings(la: FittedNetwork, network: LinearisedNetwork) -> NetworkSet
 @contextmanager
 def derivatives_as_before(la: FittedNetwork) -> Iterator[None]:
     """Derivatives in the dtype of the posterior, whatever they would be in for the new data alone."""
-    before, la.dtype = la.dtype, la._parts[0].images.dtype if la._fitted else la.dtype
+    before, la.dtype = la.dtype, la._parts[0].dtype if la._fitted else la.dtype
     try:
         yield
     finally:

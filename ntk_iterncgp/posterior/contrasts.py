@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ntk_iterncgp.jacobian.rows import Rows
+from ntk_iterncgp.jacobian.weights import WeightColumns
 from ntk_iterncgp.likelihoods.quadrature import covariance_root, normal_points
 from ntk_iterncgp.linalg.factor import Factor
 
@@ -106,11 +107,11 @@ class Reference:
     is_of_part: bool = False  # whether A are the actions of one of several posteriors that were merged
 
     @classmethod
-    def of(cls, parts: Iterable[Rows], images: Tensor, gram: Tensor, noise: Tensor) -> Reference:
+    def of(cls, parts: Iterable[Rows], images: WeightColumns, gram: Tensor, noise: Tensor) -> Reference:
         """From the rows of `Reference.contrasts` at some inputs, and the posterior there."""
-        unit = torch.ones(len(images), dtype=torch.float64, device=images.device)
         found = []
         for rows in parts:
+            unit = torch.ones(1, dtype=torch.float64, device=rows.outputs.device)
             cross, prior = rows.products(images, unit)
             top = rows.outputs.double().topk(2, 1).values
             found.append((prior, cross.to(images.dtype), top[:, 0] - top[:, 1]))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ntk_iterncgp.jacobian.rows import Rows
+from ntk_iterncgp.jacobian.weights import WeightColumns
 from ntk_iterncgp.linalg.factor import Factor
 from ntk_iterncgp.posterior.weight_space import WeightPosterior
 from ntk_iterncgp.runtime.threads import full_precision
@@ -113,7 +114,7 @@ def convergence_at(
     """
     gamma, basis = spectrum(posterior, prior_precision)
     tau, variance = float(noise_scale), 1 / posterior.precision_of_weights(prior_precision)
-    images = variance.to(posterior.images.dtype)[:, None] * posterior.images
+    images = WeightColumns(posterior.images, posterior.dtype, variance)
     total, along, count = 0.0, torch.zeros_like(gamma), 0
     for some in rows:
         with full_precision(variance.device):

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ntk_iterncgp.jacobian.rows import Rows
+from ntk_iterncgp.jacobian.weights import WeightColumns
 from ntk_iterncgp.posterior.scores import SCORES, TYPICALITY, Latent
 from ntk_iterncgp.posterior.typicality import Typicality
 from ntk_iterncgp.posterior.weight_space import WeightPosterior, downdate_rounding
@@ -46,11 +47,11 @@ class Measured:
         """From the rows of one contrast, or of all outputs."""
         layers, cross = [], torch.zeros((), dtype=torch.float64, device=variances.device)
         for variance, (product, own) in zip(
-            variances.T, rows.by_layer(posterior.images.to(dtype), posterior.layer_sizes), strict=True
+            variances.T, rows.by_layer(WeightColumns(posterior.images, dtype), posterior.layer_sizes), strict=True
         ):
             layers.append(own.diagonal(dim1=1, dim2=2).sum(1))
             cross = cross + variance[:, None, None, None] * product
-        rounding = downdate_rounding(posterior.images.dtype, dtype)
+        rounding = downdate_rounding(posterior.dtype, dtype)
         return cls(rows.outputs.double(), torch.stack(layers, 1), cross.to(dtype), rounding)
 
     @classmethod

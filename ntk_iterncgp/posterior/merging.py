@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ntk_iterncgp.linalg.factor import inner_products
 from ntk_iterncgp.posterior.contrasts import Reference
-from ntk_iterncgp.posterior.weight_space import DERIVATIVE_ROUNDINGS, WeightPosterior
+from ntk_iterncgp.posterior.weight_space import WeightPosterior
 
 
 def merge_posteriors(parts: Sequence[WeightPosterior]) -> WeightPosterior:
@@ -32,12 +32,13 @@ def merge_posteriors(parts: Sequence[WeightPosterior]) -> WeightPosterior:
         The posterior with all of their actions. Images are stored in the coarsest dtype of the parts.
     """
     dtype = min((part.images.dtype for part in parts), key=lambda dtype: torch.finfo(dtype).bits)
-    parts = [_stored_as(part, dtype) for part in parts]
+    parts = [part.stored_as(dtype) for part in parts]
     own_rounding = any(part.rounding_gram is not None for part in parts)
+    lost_digits = any(part.storage_gram is not None for part in parts)
     folded = any(part.num_actions is not None for part in parts)
     joint = replace(
         parts[0],
-        images=torch.cat([part.images for part in parts], 1),
+        images=torch.cat([part.images.T for part in parts]).T,
         noise_gram=torch.block_diag(*(part.noise_gram for part in parts)),
         right_hand_side=torch.cat([part.right_hand_side for part in parts]),
         curvature_diagonal=torch.stack([part.curvature_diagonal for part in parts]).sum(0),
@@ -47,6 +48,7 @@ def merge_posteriors(parts: Sequence[WeightPosterior]) -> WeightPosterior:
         if folded
         else None,
         rounding_gram=torch.block_diag(*(part.unit_rounding() for part in parts)) if own_rounding else None,
+        storage_gram=_joint_errors(parts) if lost_digits else None,
         reference=_reference_of(parts),
     )
     return joint.with_gram(_joint_gram(parts, joint.images))
@@ -96,12 +98,11 @@ def folded(posterior: WeightPosterior) -> WeightPosterior:
     return replace(posterior.combined(combinations), num_actions=number)
 
 
-def _stored_as(part: WeightPosterior, dtype: torch.dtype) -> WeightPosterior:
-    """In another dtype, whose rounding of each image is one of the `DERIVATIVE_ROUNDINGS` that a derivative has."""
-    if part.images.dtype == dtype:
-        return part
-    rounding = part.unit_rounding() + (part.unit_gram.diagonal() / DERIVATIVE_ROUNDINGS**2).diag()
-    return replace(part, images=part.images.to(dtype), rounding_gram=rounding)
+def _joint_errors(parts: Sequence[WeightPosterior]) -> Tensor:  # (B, B)
+    """EᵀE of all, at most: errors of different parts have not met, and (Σ e)² ≤ Σ e² times the number of parts."""
+    own = (torch.zeros_like(part.noise_gram) if part.storage_gram is None else part.storage_gram for part in parts)
+    together: Tensor = torch.block_diag(*own)
+    return len(parts) * together
 
 
 def _joint_gram(parts: Sequence[WeightPosterior], images: Tensor) -> Tensor:  # A (P, B) -> (B, B)

@@ -22,6 +22,7 @@ from torch.nn.functional import nll_loss
 from tqdm.auto import tqdm
 
 from ntk_iterncgp.jacobian.rows import Rows
+from ntk_iterncgp.jacobian.weights import WeightColumns
 from ntk_iterncgp.posterior.contrasts import Shape, ranking
 from ntk_iterncgp.posterior.weight_space import WeightPosterior, downdate_rounding
 
@@ -116,11 +117,11 @@ class ValidationPart:
             targets: one for each input.
             layerwise: whether to separate the parameter tensors.
             is_of_contrasts: whether the rows are those of leading contrasts.
-            dtype: of the products; None: that of the images.
+            dtype: of the products; None: that of derivatives.
         """
         sizes, images = posterior.layer_sizes if layerwise else (len(posterior.images),), posterior.images
-        dtype = images.dtype if dtype is None else dtype
-        cross, covariance = zip(*rows.by_layer(images.to(dtype), sizes), strict=True)
+        dtype = posterior.dtype if dtype is None else dtype
+        cross, covariance = zip(*rows.by_layer(WeightColumns(images, dtype), sizes), strict=True)
         shifted = torch.zeros_like(rows.outputs) if is_of_contrasts else rows.times(shift[:, None])[..., 0]
         return cls(
             rows.outputs.double(),
@@ -128,7 +129,7 @@ class ValidationPart:
             torch.stack(covariance),
             torch.stack(cross).to(dtype),
             targets,
-            downdate_rounding(images.dtype, dtype),
+            downdate_rounding(posterior.dtype, dtype),
             is_of_contrasts,
         )
 

@@ -15,6 +15,9 @@ above the exact one divided by 1 + x, and it costs an action of signal-to-noise 
 whatever the others are. Combinations A c of actions have the errors E c, and so the noise cᵀDc, however small A c is.
 The same number covers the rows J(x) of a prediction: ρ k(x, x) is added to the variance. M, G and the downdate are
 computed in float64 from the very Ã that predictions use.
+
+A stored in bfloat16 takes half of the memory. Its rounding E is measured, all of EᵀE, when A is stored, and D has
+EᵀΛ⁻¹E/x more: then E D⁻¹Eᵀ ≤ xΛ whatever the errors are, also where those of different actions are alike.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ import torch
 from torch import Tensor
 
 from ntk_iterncgp.jacobian.rows import Rows
-from ntk_iterncgp.linalg.factor import SLICE_ROWS, Factor, inner_products
+from ntk_iterncgp.jacobian.weights import WeightColumns
+from ntk_iterncgp.linalg.factor import SLICE_ROWS, Factor, inner_products, rows_at_once
 from ntk_iterncgp.posterior.contrasts import Reference, Shape
 from ntk_iterncgp.posterior.precision import PosteriorPrecision
 from ntk_iterncgp.runtime.threads import full_precision
@@ -55,12 +59,18 @@ class WeightPosterior:
     trace_is_exact: bool  # whether `curvature_diagonal` is exact, and not an estimate
     num_actions: int | None = None  # of which it was made, where more than its rank were folded together
     rounding_gram: Tensor | None = None  # D/ρ for unit precision (B, B); None: the diagonal of AᵀA
+    storage_gram: Tensor | None = None  # EᵀE (B, B) of what was lost when A was stored in fewer digits; None: nothing
     reference: Reference | None = None  # from which the shape of the covariance of many outputs follows
 
     @property
     def rank(self) -> int:
         """B, the number of actions."""
         return self.images.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of derivatives; that of products with A, which may be stored in half of it."""
+        return torch.promote_types(self.images.dtype, torch.float32)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain tensors and numbers, all but the layer sizes, which follow from the model."""
@@ -75,6 +85,7 @@ class WeightPosterior:
         moved: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in saved.items()}
         if "reference" in moved:
             moved["reference"] = Reference.from_dict(moved["reference"], device)
+        moved["images"] = moved["images"].T.contiguous().T  # action by action, as fits have it: products are faster
         return cls(**moved, layer_sizes=layer_sizes)
 
     # --- small matrices for a prior -------------------------------------------------------------------------------
@@ -115,7 +126,11 @@ class WeightPosterior:
     def rounding(self, gram: Tensor) -> Tensor:  # AᵀΛ⁻¹A (B, B) -> (B, B)
         """D, the noise of rounding. Another prior stretches errors as it stretches the images."""
         stretch = gram.detach().trace() / self.unit_gram.trace().clamp_min(1e-300)
-        return relative_rounding(self.images.dtype) * stretch * self.unit_rounding()
+        noise = relative_rounding(self.dtype) * stretch * self.unit_rounding()
+        if self.storage_gram is None:
+            return noise
+        each = gram.detach().diagonal() / self.unit_gram.diagonal().clamp_min(1e-300)
+        return noise + each.max() / TOLERANCE * self.storage_gram  # of many digits lost: as the action stretched most
 
     def unit_rounding(self) -> Tensor:  # (B, B)
         """The squared errors of the images, over those of one number."""
@@ -131,9 +146,8 @@ class WeightPosterior:
         change = (self.prior_mean - prior_mean).double().reshape(-1)
         if not bool(change.any()):
             return self.right_hand_side
-        weights = change.expand(len(self.images)).to(self.images.dtype)
-        with full_precision(weights.device):
-            return self.right_hand_side + (self.images.T @ weights).double()
+        weights = change.expand(len(self.images))[:, None]
+        return self.right_hand_side + inner_products(self.images, weights)[:, 0]
 
     def precision_of_weights(self, prior_precision: Tensor) -> Tensor:  # (P,)
         """One precision for each weight, in float64."""
@@ -155,7 +169,10 @@ class WeightPosterior:
 
     def conditioned(self, prior_precision: Tensor, noise_scale: Tensor) -> ConditionedPosterior:
         """The posterior for one choice of hyperparameters, ready for predictions."""
-        variance, gram = 1 / self.precision_of_weights(prior_precision.detach()), self.gram(prior_precision.detach())
+        precision = prior_precision.detach()
+        one = len(precision) == 1
+        variance = 1 / (precision.double() if one else self.precision_of_weights(precision))
+        gram = self.gram(precision)
         noise = self.noise(gram, noise_scale.detach())
         gains = gram.diagonal() / noise.diagonal()
         shape = self.shape(prior_precision, noise_scale)
@@ -207,6 +224,7 @@ class WeightPosterior:
             noise_gram=self.noise_gram[:number, :number],
             right_hand_side=self.right_hand_side[:number],
             rounding_gram=None if self.rounding_gram is None else self.rounding_gram[:number, :number],
+            storage_gram=None if self.storage_gram is None else self.storage_gram[:number, :number],
             num_actions=None,
             reference=self._reference_of(torch.eye(self.rank, number)),
         )
@@ -216,16 +234,40 @@ class WeightPosterior:
 
     def combined(self, coefficients: Tensor) -> WeightPosterior:  # (B, R)
         """The posterior of combinations of the actions."""
-        both_sides = [coefficients.T @ matrix @ coefficients for matrix in (self.noise_gram, self.unit_rounding())]
-        return replace(
+
+        def both_sides(matrix: Tensor) -> Tensor:
+            product = coefficients.T @ matrix @ coefficients
+            return 0.5 * (product + product.T)
+
+        parts = self.images.split(SLICE_ROWS)
+        found = replace(
             self,
-            images=torch.cat([(part.double() @ coefficients).to(part.dtype) for part in self.images.split(SLICE_ROWS)]),
-            noise_gram=0.5 * (both_sides[0] + both_sides[0].T),
+            images=torch.cat([(coefficients.T @ part.T.double()).to(self.dtype) for part in parts], 1).T,
+            noise_gram=both_sides(self.noise_gram),
             right_hand_side=coefficients.T @ self.right_hand_side,
-            rounding_gram=0.5 * (both_sides[1] + both_sides[1].T),
+            rounding_gram=both_sides(self.unit_rounding()),
+            storage_gram=None if self.storage_gram is None else both_sides(self.storage_gram),
             num_actions=None,
             reference=self._reference_of(coefficients),
         )
+        return found.stored_as(self.images.dtype)
+
+    def stored_as(self, dtype: torch.dtype) -> WeightPosterior:
+        """The same with A stored in another dtype, and what that loses in the noise of rounding.
+
+        What was lost before, ‖E₁c‖², and what is lost now add up to no more than twice their sum.
+        """
+        if self.images.dtype == dtype:
+            return self
+        images = torch.empty_like(self.images.T, dtype=dtype).T  # contiguous as A is
+        lost = torch.zeros_like(self.noise_gram)
+        step = rows_at_once(self.rank)
+        for place, part in zip(images.split(step), self.images.split(step), strict=True):
+            place.copy_(part)
+            error = part.double() - place.double()
+            lost += error.T @ error
+        before = self.storage_gram
+        return replace(self, images=images, storage_gram=lost if before is None else 2 * (before + lost))
 
     @torch.no_grad()
     def compress(self, max_rank: int, prior_precision: Tensor, noise_scale: Tensor) -> WeightPosterior:
@@ -296,9 +338,11 @@ class ConditionedPosterior:
         is_strong: bool,
     ) -> None:
         self.posterior, self.variance, self.factor, self.noise, self.shape = posterior, variance, factor, noise, shape
-        dtype = torch.float64 if is_strong else posterior.images.dtype
-        self.scaled_images = variance.to(dtype)[:, None] * posterior.images.to(dtype)  # Λ⁻¹A
-        self.rounding = downdate_rounding(posterior.images.dtype, dtype)
+        dtype = torch.float64 if is_strong else posterior.dtype
+        # Λ⁻¹A, of which there is no second copy: one precision for all weights scales what is made of A
+        self.columns = WeightColumns(posterior.images, dtype, None if variance.numel() == 1 else variance)
+        self.scale = variance if variance.numel() == 1 else torch.ones_like(variance[:1])
+        self.rounding = downdate_rounding(posterior.dtype, dtype)
         self.is_sum = is_strong and posterior.images.dtype == torch.float64 and posterior.rank > 0
 
     def precision(self) -> PosteriorPrecision:
@@ -315,15 +359,16 @@ class ConditionedPosterior:
     def _combine(self, coefficients: Tensor) -> Tensor:  # (B, k) -> (P, k)
         """Λ⁻¹A a, in float64 but for the products."""
         with full_precision(coefficients.device):
-            return (self.scaled_images @ coefficients.to(self.scaled_images.dtype)).double()
+            columns, a = self.columns, coefficients.to(self.columns.dtype)
+            return self.scale * torch.cat([(rows @ a).double() for _, rows in columns.slices()])
 
     def covariance(self, rows: Rows, *, joint: bool = False) -> Tensor:  # (b, C, C), or (b·C, b·C)
         """J(x) Σ_θ J(x)ᵀ, in float64, and ρ k(x, x) for rounding."""
         if self.is_sum:
             return self._sum(rows, joint)
         with full_precision(self.variance.device):
-            cross, prior = rows.products(self.scaled_images, self.variance, joint=joint)  # (b, C, B), as the result
-        half = self.factor.half_solve(cross.flatten(0, 1).T).T  # (b·C, B)
+            cross, prior = rows.products(self.columns, self.variance, joint=joint)  # (b, C, B), as the result
+        half = self.factor.half_solve(self.scale * cross.flatten(0, 1).T).T  # (b·C, B)
         if not joint:
             half = half.unflatten(0, cross.shape[:2])
         unsure = torch.diag_embed(self.rounding * prior.diagonal(dim1=-2, dim2=-1))
@@ -355,7 +400,8 @@ class ConditionedPosterior:
             groups: the images of the groups.
             combinations: Q, of the groups, that are the actions.
         """
-        cross = rows.times(self.variance.to(groups.dtype)[:, None] * groups)  # (b, C, g)
+        scale = self.variance.expand(len(groups))
+        cross = rows.times(WeightColumns(groups, groups.dtype, scale))  # (b, C, g)
         solved = self.factor.solve((cross @ combinations).flatten(0, 1).T).T
         per_input: Tensor = (solved @ combinations.T).unflatten(0, cross.shape[:2])
         return (cross * per_input).sum(1)
@@ -365,10 +411,9 @@ class ConditionedPosterior:
         images, device = self.posterior.images, self.variance.device
         shape = (len(images), num_samples)
         epsilon = torch.randn(shape, generator=generator, dtype=torch.float64, device=device)
-        epsilon = epsilon * self.variance.sqrt()[:, None]
+        epsilon = epsilon * self.variance.sqrt().reshape(-1, 1)
         noise_root = torch.linalg.cholesky(self.noise)
         shape = (self.posterior.rank, num_samples)
         eta = noise_root @ torch.randn(shape, generator=generator, dtype=torch.float64, device=device)
-        with full_precision(device):
-            observed = (images.T @ epsilon.to(images.dtype)).double() + eta
+        observed = inner_products(images, epsilon) + eta
         return (epsilon - self._combine(self.factor.solve(observed))).T

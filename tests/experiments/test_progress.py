@@ -222,7 +222,7 @@ def test_rows_are_computed_and_written_out_once_for_all_methods(monkeypatch: pyt
     monkeypatch.setattr(layers, "patches", counted("patches", patches))
     monkeypatch.setattr(blocks.Contraction, "matrix", property(counted("written out", matrix.fget)))
     compare_network(la, model, data, config, lambda line: None)
-    assert counts == {"backward": 1, "patches": 1, "written out": 1}  # one part, one convolution
+    assert counts == {"backward": 1, "patches": 1, "written out": 3}  # one part, a convolution and two linear layers
 
 
 @pytest.mark.cli

@@ -8,10 +8,12 @@ from laplace import Laplace
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from ntk_iterncgp.jacobian import blocks
 from ntk_iterncgp.jacobian.autograd import Jacobian
 from ntk_iterncgp.jacobian.last_layer import LastLayerJacobian
 from ntk_iterncgp.jacobian.layers import LayerRows
 from ntk_iterncgp.jacobian.rows import DenseRows, NetworkJacobian
+from ntk_iterncgp.jacobian.weights import WeightColumns
 
 NUM_INPUTS = 3
 SHUT = 0.0  # the first input up to which some models below do not use their weights again
@@ -264,6 +266,52 @@ def test_plain_layers_give_the_rows_that_torch_func_gives(case: str) -> None:
     )
 
 
+def pixels() -> nn.Module:
+    """Convolutions that see a few pixels, and padding."""
+    body = [nn.Conv2d(2, 4, 3, stride=2, padding=1), nn.Tanh(), nn.Conv2d(4, 5, 3, padding=1, bias=False), nn.Tanh()]
+    return nn.Sequential(*body, nn.Conv2d(5, 5, 3, stride=2, padding=1), nn.Flatten(), nn.Linear(5, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("k", [0, 3, 40])
+@pytest.mark.parametrize("size", [1, 2])
+def test_weights_that_see_nothing_but_padding_are_left_out_of_products(
+    size: int, k: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "SLICE_NUMBERS", 64)  # many slices
+    torch.manual_seed(0)
+    model, x = pixels().to(dtype), torch.randn(40, 2, size, size, dtype=dtype)
+    jacobian, J = Jacobian(model), by_func(model, x).jacobian.double()
+    with torch.no_grad():
+        rows = jacobian.rows(x, len(x))
+    assert isinstance(rows, LayerRows)
+    A = torch.einsum("bcp,bck->pk", J, torch.randn(40, 3, k).double())
+    assert k == 0 or float((A == 0).all(1).double().mean()) > 0.3
+    variance = torch.rand(len(A), dtype=torch.float64) + 0.1
+    tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-9}
+    for scale in (None, variance):
+        # as posteriors store it, actions by weights; and the same A again, where it is known what is zero
+        columns = WeightColumns(A.to(dtype).T.contiguous().T, dtype, scale)
+        V = A if scale is None else scale[:, None] * A
+        for _ in range(2):
+            torch.testing.assert_close(rows.times(columns), J @ V, **tolerance)
+            for each in (variance, torch.full((1,), 0.3, dtype=torch.float64)):
+                cross, covariance = rows.products(columns, each)
+                torch.testing.assert_close(cross, J @ V, **tolerance)
+                torch.testing.assert_close(covariance, J * each @ J.mT, **tolerance)
+    assert k == 0 or any(compact is not None for compact in columns._compact.values())
+
+
+def test_a_in_half_precision_is_multiplied_as_it_is_stored() -> None:
+    model, x = prepared(*PLAIN["residual"])
+    with torch.no_grad():
+        rows = Jacobian(model).rows(x, len(x))
+    A = torch.randn(rows.jacobian.shape[2], 5).bfloat16()
+    expected = rows.jacobian @ A.double()
+    for some in (rows, by_func(model, x)):
+        torch.testing.assert_close(some.times(WeightColumns(A, torch.float64)), expected)
+
+
 def same_for_all(outputs: Tensor) -> Tensor:  # (C, 2)
     return torch.arange(2 * outputs.shape[1], dtype=outputs.dtype).reshape(-1, 2).sin()
 
@@ -340,10 +388,11 @@ def test_the_memory_of_rows_is_counted_when_inputs_of_a_shape_are_first_seen() -
     with torch.no_grad():
         jacobian.prepare(x, len(x))
         small = jacobian.bytes_per_row(3)
-        # 2·3·3 derivatives of the convolution and 3 of the head; 2 biases and 3; rows 2·9, twice, and patches 9·9 / 3
-        assert small == 3 * 8 * (18 + 3 + 2 + 3 + 36 + 27)
+        # for all outputs 25 + 18 and 8 + 3 into and out of the layers, and patches 9·9; for each derivatives of 2·3·3
+        # numbers of the convolution and 3 of the head, and of 2 biases and 3
+        assert small == 8 * (25 + 18 + 8 + 3 + 81 + 3 * (18 + 3 + 2 + 3))
         jacobian.prepare(torch.randn(3, 1, 7, 7, dtype=torch.float64), 3)
-        assert jacobian.bytes_per_row(3) == 3 * 8 * (50 + 3 + 2 + 3 + 36 + 75)
+        assert jacobian.bytes_per_row(3) == 8 * (49 + 50 + 8 + 3 + 225 + 3 * (50 + 3 + 2 + 3))
 
 
 @pytest.mark.parametrize("case", OTHER)

@@ -357,7 +357,7 @@ def test_a_budget_too_small_for_one_row_is_refused_by_the_sizes(question: str) -
         la = unfitted(MLP, chunk_bytes=100)
     else:
         la.settings = type(la.settings)(**{**vars(la.settings), "chunk_bytes": 100})
-    message = r"`chunk_bytes` must hold.*3 outputs × 31 weights, 912 bytes; got 100\. Try chunk_bytes=912"
+    message = r"`chunk_bytes` must hold.*3 outputs × 31 weights, 480 bytes; got 100\. Try chunk_bytes=480"
     with pytest.raises(ValueError, match=message):
         if question == "fit":
             la.fit(MLP.loader())
@@ -383,7 +383,7 @@ def test_predictions_do_not_depend_on_the_memory_they_are_given(subset: str, row
 
 
 def test_a_joint_prediction_that_does_not_fit_is_refused() -> None:
-    la = fitted(MLP, num_actions=4, chunk_bytes=2 * 2 * 3 * 31 * 8)
+    la = fitted(MLP, num_actions=4, chunk_bytes=3 * 480)
     with pytest.raises(ValueError, match=r"A joint prediction must fit in chunk_bytes at once; got 2 parts"):
         la.predictive_moments(MLP.new_inputs(), joint=True)
 

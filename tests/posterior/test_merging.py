@@ -45,8 +45,8 @@ def actions(la: Any, rows: range, num_data: int) -> Tensor:  # (n, B)
 
 def weight_covariance(posterior: WeightPosterior, noise_scale: Tensor = NOISE) -> Tensor:  # (P, P)
     conditioned = posterior.conditioned(PRECISION, noise_scale)
-    A = conditioned.scaled_images.double()
-    return conditioned.variance.diag() - A @ conditioned.factor.solve(A.T)
+    A = conditioned.scale * conditioned.columns.whole().double()
+    return conditioned.variance.expand(len(A)).diag() - A @ conditioned.factor.solve(A.T)
 
 
 def scale(net: Net) -> Tensor:

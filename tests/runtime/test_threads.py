@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ntk_iterncgp import NonConjugateGP, kernels, likelihoods
+from ntk_iterncgp.posterior.weight_space import ConditionedPosterior
 from ntk_iterncgp.runtime.threads import evaluating, plain_attention, together
 from tests.clusters_helpers import joint_variance, make_net
 from tests.network_cases import untouched
@@ -91,6 +92,31 @@ def test_a_network_beside_a_gp() -> None:
     alone = [run() for run in runs]
     for found, expected in zip(in_threads(*runs), alone, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_prediction_does_not_wait_for_the_products_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads wait for each other while weights are exchanged in the model they share, and no longer."""
+    net = make_net(0, num_data=20)
+    la, x = net.laplace(torch.float32), net.near_and_far().float()
+    la.fit(net.loader(torch.float32))
+    expected, plain = la(x), ConditionedPosterior.covariance
+    is_inside, other_is_done = threading.Event(), threading.Event()
+
+    def slow(self: ConditionedPosterior, *arguments: Any, **settings: Any) -> Tensor:
+        if not is_inside.is_set():  # the first to come
+            is_inside.set()
+            assert other_is_done.wait(30)
+        return plain(self, *arguments, **settings)
+
+    def second() -> Tensor:
+        assert is_inside.wait(30)
+        found: Tensor = la(x)
+        other_is_done.set()
+        return found
+
+    monkeypatch.setattr(ConditionedPosterior, "covariance", slow)
+    for found in in_threads(lambda: la(x), second):
+        assert torch.equal(found, expected)
 
 
 def test_what_belongs_to_all_threads_is_as_before() -> None:
