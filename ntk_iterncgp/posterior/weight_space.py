@@ -347,9 +347,9 @@ class ConditionedPosterior:
 
     def precision(self) -> PosteriorPrecision:
         """Σ_θ⁻¹ as a linear operator."""
-        gram = (self.scaled_images.T @ self.posterior.images.to(self.scaled_images.dtype)).double()
-        log_ratio = _information(0.5 * (gram + gram.T), self.noise)[0]
-        return PosteriorPrecision(1 / self.variance, self.posterior.images, Factor(self.noise), log_ratio)
+        log_ratio = _information(self.posterior.gram(1 / self.variance), self.noise)[0]
+        precision = 1 / self.variance.expand(len(self.posterior.images))
+        return PosteriorPrecision(precision, self.posterior.images, Factor(self.noise), log_ratio)
 
     def mean_shift(self, prior_mean: Tensor) -> Tensor:  # (P,)
         """Λ⁻¹A M⁻¹Sᵀb: what the data add to the prior mean of the weights."""
