@@ -26,8 +26,9 @@ class PosteriorPrecision:
 
     def __matmul__(self, weights: Tensor) -> Tensor:  # (P,) or (P, k)
         columns = (weights if weights.ndim == 2 else weights[:, None]).double()
-        seen = (self.images.T @ columns.to(self.images.dtype)).double()  # (B, k)
-        of_data = (self.images @ self.noise.solve(seen).to(self.images.dtype)).double()
+        dtype = torch.promote_types(self.images.dtype, torch.float32)  # A may be stored in half precision
+        seen = (self.images.T.to(dtype) @ columns.to(dtype)).double()  # (B, k)
+        of_data = (self.images.to(dtype) @ self.noise.solve(seen).to(dtype)).double()
         product = self.prior[:, None] * columns + of_data
         return product if weights.ndim == 2 else product[:, 0]
 
