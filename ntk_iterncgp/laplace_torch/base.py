@@ -422,7 +422,11 @@ class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
     def log_marginal_likelihood(
         self, prior_precision: Tensor | None = None, sigma_noise: Tensor | None = None
     ) -> Tensor:
-        """A lower bound on the Laplace evidence, equal to it with enough actions; differentiable in both arguments."""
+        """A lower bound on the Laplace evidence, equal to it with enough actions; differentiable in both arguments.
+
+        Of a refined regression with few actions it is a bound at the prior of the fit: at others, what the actions miss
+        of the misfit is taken from there.
+        """
         self._check_fitted()
         with kept_on_failure(self, "prior_precision", "sigma_noise"):
             if prior_precision is not None:
