@@ -159,12 +159,19 @@ def _hyperparameters(headers: Sequence[Header]) -> Callable[[Any], None]:
     """Sets the same for all: geometric means, weighted by data, of those that each fit has chosen for itself."""
     weights = torch.tensor([header.num_data for header in headers], dtype=torch.float64)
     values = [
-        torch.tensor([*header.about["prior_precision"], float(header.about["noise_variance"])], dtype=torch.float64)
-        for header in headers
+        torch.tensor(
+            [
+                *h.about["prior_precision"],
+                float(h.about["noise_variance"]),
+                float(h.about.get("output_temperature", 1.0)),
+            ],
+            dtype=torch.float64,
+        )
+        for h in headers
     ]
     if len({len(value) for value in values}) > 1:
         raise ConfigError("All files must have a prior precision of one kind; got one for all weights, and several.")
-    *precision, variance = _mean(torch.stack(values), weights).tolist()
+    *precision, variance, temperature = _mean(torch.stack(values), weights).tolist()
     differ = any(not torch.equal(value, values[0]) for value in values)
     if differ:
         shown = f"{precision[0]:.3g}" if len(precision) == 1 else f"{len(precision)} numbers"
@@ -172,7 +179,7 @@ def _hyperparameters(headers: Sequence[Header]) -> Callable[[Any], None]:
 
     def choose(la: Any) -> None:
         if differ:
-            la.prior_precision = torch.tensor(precision).to(la.prior_precision)
+            la.prior_precision, la.output_temperature = torch.tensor(precision).to(la.prior_precision), temperature
             if la.likelihood == "regression":
                 la.sigma_noise = math.sqrt(variance)
 
@@ -203,6 +210,7 @@ def _about(headers: Sequence[Header], la: Any, seconds: float) -> dict[str, Any]
         **first,
         "config": settings,
         "prior_precision": la.prior_precision.reshape(-1).tolist(),
+        "output_temperature": float(la.output_temperature),
         "noise_variance": float(la.sigma_noise) ** 2,
         "num_data": la.n_data,
         "report": report,
