@@ -16,7 +16,7 @@ from ntk_iterncgp.laplace_torch import fitting
 
 # As found, rounded up slightly; the targets are in the table of `ntk-iterncgp bench walk`.
 LARGEST = {
-    "files of a fit": 27,
+    "files of a fit": 28,
     "functions of a fit": 326,
     "files of a prediction": 16,
     "longest chain of imports": 15,
