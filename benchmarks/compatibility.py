@@ -408,7 +408,7 @@ def forward_seconds(la: Any, dtype: torch.dtype, x: Any) -> float:
 
 def fitted(model: nn.Module, data: Items, num_actions: int) -> Any:
     keys = {"dict_key_x": next(iter(data.x))} if isinstance(data.x, Mapping) else {}
-    la = Laplace(model, "classification", "all", "iterncgp", num_actions=num_actions, **keys)
+    la = Laplace(model, "classification", "all", "iterncgp", policy="clusters", num_actions=num_actions, **keys)
     la.fit(DataLoader(data, batch_size=6))
     return la
 

@@ -97,7 +97,7 @@ class Texts(Dataset):
 def tagged() -> tuple[Tagger, Texts, Laplace]:
     torch.manual_seed(0)
     model, data = Tagger().eval(), Texts()
-    la = Laplace(model, "classification", "all", "iterncgp", num_actions=200)
+    la = Laplace(model, "classification", "all", "iterncgp", num_actions=200, policy="clusters")
     la.fit(DataLoader(data, batch_size=5))
     la.refine(DataLoader(data, batch_size=5), epochs=20)  # a pass has up to four directions of a text
     return model, data, la
@@ -132,7 +132,7 @@ def test_a_tagger_has_the_exact_posterior_given_its_labelled_tokens(tagged: tupl
 
 def test_one_pass_over_texts_is_never_below_the_exact_variance(tagged: tuple[Tagger, Texts, Laplace]) -> None:
     model, data, converged = tagged
-    la = Laplace(model, "classification", "all", "iterncgp", num_actions=8)
+    la = Laplace(model, "classification", "all", "iterncgp", num_actions=8, policy="clusters")
     la.fit(DataLoader(data, batch_size=5))
     batch = {"input_ids": data.ids, "attention_mask": data.mask}
     few, many = (each.latent(batch)[1].diagonal(dim1=2, dim2=3) for each in (la, converged))
