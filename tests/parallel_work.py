@@ -169,7 +169,7 @@ def network_results() -> Results:
     add("clusters, listed, refined", laplace(num_actions=7), listed, epochs=2)
     add("clusters, cut short and refined", laplace(num_actions=7, max_epochs=0.9), small, epochs=0.4)
     with mock.patch.object(rows_of_prior, "FEW_NUMBERS", 0):
-        add("clusters, probed trace", laplace(num_actions=60), small)
+        add("clusters, probed trace", laplace(policy="clusters", num_actions=60), small)
     add("clusters, last layer", laplace(subset="last_layer", num_actions=7), small)
     add("products", laplace(policy="random_subspace", num_actions=8), small, epochs=4)
     add("products, few large batches", laplace(policy="random_subspace", num_actions=8), large)

@@ -224,7 +224,7 @@ def _checked(state: FactorState, run: FactorRun, outputs: Tensor) -> WeightPoste
         raise SelfCheckError(refusal([told]))
     number = len(outputs) * run.likelihood.curvature_rank
     posterior = WeightPosterior(
-        images=factor.T.contiguous(),
+        images=factor.contiguous().T,  # laid out as those of a file: the same bits after it is loaded
         noise_gram=torch.eye(len(factor), dtype=torch.float64, device=factor.device),
         right_hand_side=factor.new_zeros(len(factor)),
         anchor_share=0.0,

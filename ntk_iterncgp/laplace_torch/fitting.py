@@ -53,7 +53,7 @@ from ntk_iterncgp.runtime import parallel
 from ntk_iterncgp.runtime.threads import evaluating, exclusively
 from ntk_iterncgp.runtime.validate import whole_number
 from ntk_iterncgp.solver.policies import Policy
-from ntk_iterncgp.solver.stopping import NewtonOptions
+from ntk_iterncgp.solver.stopping import NewtonOptions, Status
 
 
 class FittedNetwork(BaseFunctionalLaplace):
@@ -332,6 +332,8 @@ class FittedNetwork(BaseFunctionalLaplace):
         self._check_fitted()
         if epochs is None and seconds is None:
             raise ValueError("refine must be given epochs or seconds; got neither. Try refine(train_loader, epochs=1).")
+        if self._fit is not None and self._fit.report.status == Status.EXACT:
+            return  # there is nothing left to spend on
         if self._fit is None or self._fit.state is None:
             raise RuntimeError(
                 "refine must follow a fit in this process; got a loaded or merged posterior, or an updated one, or one "
@@ -339,8 +341,6 @@ class FittedNetwork(BaseFunctionalLaplace):
                 "fit(train_loader), or update(loader) with data that it has not seen."
             )
         self._refresh_posterior()
-        if self._fit.state is None:
-            return  # exact: there is nothing left to spend on
         budget = Budget(epochs, seconds)
         with exclusively(self.model), evaluating(self.model):
             part = train_loader if self._shard is None else shard_of(train_loader, self._shard)

@@ -166,7 +166,7 @@ def test_every_long_part_of_an_evaluation_reports_on_the_screen_and_in_the_log(
     for line in (
         r"Training: \d+ of \d+ batches after \d+ s, about \d+ s to go",
         r"Fitting \(estimated: \d+ s\): after \d+ s",
-        r"Held-out inputs: \d+ of 32 inputs",
+        r"Calibrating on 32 held-out inputs: after \d+ s",
         r"Fitting: exact linearised Laplace: \d+ of 128 data",
         r"Fitting: KFAC \(laplace-torch\): \d+ of 1 batches",
         r"Test inputs: \d+ of 40 inputs",

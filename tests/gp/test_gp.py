@@ -227,7 +227,7 @@ BAD_DATA: dict[str, tuple[Callable[..., NonConjugateGP], Any, Any, type[Exceptio
     "label fractional": (classifier, X, with_entry(y, 0.5), ValueError, r"whole numbers .*; got y\[5\] = 0\.5"),
     "count negative": (counter, X, with_entry(counts, -2), ValueError, r"must be counts .*; got y\[5\] = -2"),
     "count fractional": (counter, X, with_entry(counts, 1.5), ValueError, r"no fractional numbers; got y\[5\] = 1\.5"),
-    "labels as vectors": (classifier, X, torch.zeros(N, 3), ValueError, r"`y` must have the shape \(N,\) .* \(60, 3\)"),
+    "labels as vectors": (classifier, X, torch.zeros(N, 3), ValueError, "`y` must hold probabilities that sum to one"),
     "no data": (classifier, X[:0], y[:0], ValueError, r"`X` must hold at least one input .*; got \(0, 2\)"),
     "no coordinates": (classifier, X[:, :0], y, ValueError, r"at least one dimension; got \(60, 0\)"),
     "X a vector": (

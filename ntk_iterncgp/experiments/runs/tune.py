@@ -31,6 +31,7 @@ from ntk_iterncgp.experiments.evaluation import regression
 from ntk_iterncgp.experiments.evaluation.compare import precision_grid
 from ntk_iterncgp.experiments.evaluation.sweep import validation_parts
 from ntk_iterncgp.experiments.evaluation.uncertainty import gaussian_losses
+from ntk_iterncgp.experiments.progress import reporting
 from ntk_iterncgp.experiments.runs.prepare import LEAST_HELD_OUT, Setting
 
 LIMITS = (1e-9, 1e12)  # of the precisions that are tried
@@ -106,7 +107,9 @@ def tune(setting: Setting, la: Any) -> None:
         )
         return
     if held_out is not None and not is_regression:
-        setting.log(str(la.calibrate(DataLoader(held_out, setting.config.data.batch_size))))
+        with reporting(f"Calibrating on {len(held_out):,} held-out inputs", setting.log):  # type: ignore[arg-type]
+            found = la.calibrate(DataLoader(held_out, setting.config.data.batch_size))
+        setting.log(str(found))
         return
     search = Search.of(setting.config)
     noises = regression.NOISES if is_regression else torch.ones(1)
