@@ -76,12 +76,9 @@ class FittedNetwork(BaseFunctionalLaplace):
     actions_per_step  of these, how many per Newton step (mean="refined")
     max_rank          how many actions to keep (None: all); compression says how they are chosen
     chunk_bytes       memory for the rows of the Jacobian, in predictions
-    <<<<<<< HEAD
     backend           of laplace-torch, for its `marglik_training`: ignored, since derivatives are taken by this library
-    =======
     storage           "bfloat16" stores the images of the actions, P numbers for each, in half of the memory; what
                       that loses is in the variance. refine needs all digits. None: as derivatives
-    >>>>>>> 23b704e (Predict large networks layer by layer, and store A once)
     dtype             of derivatives; None: float64 for networks of up to 16 384 weights if they regress or have at most
                       4096 data, else that of the model
     """
