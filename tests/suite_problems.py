@@ -96,7 +96,7 @@ flavours = pytest.mark.parametrize("flavour", FLAVOURS)
 WRONG: dict[str, list[Any]] = {
     "prior_precision": [0.0, -1.0, math.nan, math.inf, "1.5", None, torch.ones(1, 1), torch.tensor([1.0, -1.0])],
     "prior_mean": [math.nan, math.inf, "72", None, torch.ones(1, 1)],
-    "sigma_noise": [0.0, -1.0, math.nan, math.inf, "1.2", None, torch.ones(1, 1), torch.ones(2)],
+    "sigma_noise": [0.0, -1.0, math.nan, math.inf, "1.2", None, torch.ones(1, 1), torch.tensor([1.0, -1.0])],
     "temperature": [0.0, -1.0, math.nan, math.inf, "1.1", None, torch.ones(2)],
 }
 

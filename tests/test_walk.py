@@ -17,11 +17,11 @@ from ntk_iterncgp.laplace_torch import fitting
 # As found, rounded up slightly; the targets are in the table of `ntk-iterncgp bench walk`.
 LARGEST = {
     "files of a fit": 28,
-    "functions of a fit": 326,
+    "functions of a fit": 327,
     "files of a prediction": 16,
     "longest chain of imports": 15,
     "files of kernels/ that laplace_torch imports": 0,
-    "lines without experiments": 23_850,
+    "lines without experiments": 23_930,
 }
 
 

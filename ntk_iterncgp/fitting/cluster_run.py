@@ -27,6 +27,7 @@ from ntk_iterncgp.fitting.network import (
     LinearisedNetwork,
     NetworkFit,
     NetworkSettings,
+    unit_loss,
 )
 from ntk_iterncgp.fitting.network_check import check_posterior, checked_passes, checked_targets, rows_at
 from ntk_iterncgp.fitting.report import FitReport, Record, from_table, to_table
@@ -539,10 +540,7 @@ def _finish(trajectory: Trajectory[AnyState], network: LinearisedNetwork, settin
     if (found.were_mended or posterior is not whole) and history:  # the meter was read before
         captured = posterior.information_captured(network.prior_precision, network.noise_scale)
         history[-1] = replace(history[-1], rank=posterior.rank, information_captured=captured)
-    if network.classification:
-        loss = -float(clusters.likelihood.log_prob(clusters.outputs, clusters.targets).sum())
-    else:
-        loss = 0.5 * float((clusters.outputs - clusters.targets).square().sum())
+    loss = unit_loss(clusters.likelihood, clusters.outputs, clusters.targets)
     report = FitReport(
         status=status.value,
         advice=ADVICE.get(status, MORE),

@@ -19,8 +19,8 @@ from ntk_iterncgp.fitting.network import (
 from ntk_iterncgp.fitting.network_check import check_posterior, checked_targets
 from ntk_iterncgp.fitting.self_check import checked
 from ntk_iterncgp.fitting.solver_run import SolverRun, Steps, solver_report
-from ntk_iterncgp.likelihoods.base import CurvatureAt
-from ntk_iterncgp.likelihoods.gaussian import Gaussian
+from ntk_iterncgp.likelihoods.base import CurvatureAt, Likelihood
+from ntk_iterncgp.likelihoods.output_noise import OutputNoise
 from ntk_iterncgp.persistence.checkpoint import CheckpointSession
 from ntk_iterncgp.persistence.fingerprint import checked_digests, data_digests, data_fingerprint
 from ntk_iterncgp.posterior.weight_space import WeightPosterior
@@ -47,7 +47,9 @@ def fit_by_products(
     """One action per product with the NTK, from the outputs of the network."""
     outputs, targets = sweep_outputs(network.jacobian, network.data)
     noise_scale = float(network.noise_scale)
-    likelihood = network.likelihood if network.classification else Gaussian(noise_scale, outputs.shape[1])
+    likelihood = network.likelihood
+    if isinstance(likelihood, OutputNoise):
+        likelihood = likelihood.scaled(noise_scale)
     targets = checked_targets(likelihood, outputs, targets)
     prior_precision = network.weight_precision
     if network.classification:  # tempering the likelihood by T is the same as multiplying the prior precision by T
@@ -141,7 +143,7 @@ def _finish(
         epochs=_epochs(state.problem.prior.num_products),
         trace_is_exact=posterior.trace_is_exact,
     )
-    loss = _loss(state, network.classification, settings.mean == "refined")
+    loss = _loss(state, network.likelihood, settings.mean == "refined")
     num_data, num_outputs = state.latent.shape
     return NetworkFit(posterior, loss, num_data, num_outputs, report, state, network.first_batch, data_seen)
 
@@ -150,16 +152,16 @@ def _epochs(num_products: int) -> float:
     return 1 / 3 + PRODUCT_EPOCHS * num_products
 
 
-def _loss(state: State, classification: bool, refined: bool) -> float:
+def _loss(state: State, likelihood: Likelihood, refined: bool) -> float:
     """−log p(y | f) for unit noise without constants.
 
-    Of a refined regression ½‖r‖², what bᵀ(K + W⁺)⁻¹b has at most beyond the span of the actions: the rest depends on
+    Of a refined regression ½ rᵀWr, what bᵀ(K + W⁺)⁻¹b has at most beyond the span of the actions: the rest depends on
     the prior, and is computed where the evidence is.
     """
-    if classification:
+    if not isinstance(likelihood, OutputNoise):
         return -state.problem.log_prob(state.latent)
-    missed = state.residual if refined else (state.latent - state.problem.targets).flatten()
-    return 0.5 * float(missed.square().sum())
+    missed = state.residual.view_as(state.latent) if refined else state.problem.targets - state.latent
+    return likelihood.misfit(missed)
 
 
 def _linear_run(state: State, settings: NetworkSettings) -> Steps:

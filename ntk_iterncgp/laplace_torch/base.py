@@ -5,6 +5,7 @@ laplace-torch's base class turns latent moments into probabilities and samples; 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from ntk_iterncgp.laplace_torch.hyperparameters import (
     check_prior,
     follows_prior,
     kept_on_failure,
+    noise_parts,
 )
 from ntk_iterncgp.laplace_torch.saving import from_state_dict, to_state_dict
 from ntk_iterncgp.laplace_torch.weights import WeightDistribution
@@ -434,7 +436,7 @@ class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
             if sigma_noise is not None:
                 self.sigma_noise = sigma_noise
             check_prior(self)
-        return super().log_likelihood - 0.5 * (self.log_det_ratio + self._misfit())
+        return self._log_likelihood_of_fit - 0.5 * (self.log_det_ratio + self._misfit())
 
     def _misfit(self) -> Tensor:
         """Return what the evidence charges the mean, beside the loss of the fit.
@@ -461,7 +463,15 @@ class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
     def log_likelihood(self) -> Tensor:
         """log p(y | f) of the training data, at the predictive mean."""
         self._check_fitted()
-        return super().log_likelihood - 0.5 * (self._misfit() - self.scatter)
+        return self._log_likelihood_of_fit - 0.5 * (self._misfit() - self.scatter)
+
+    @property
+    def _log_likelihood_of_fit(self) -> Tensor:
+        """laplace-torch's, of which a regression may have a noise for each output."""
+        if self.likelihood != Likelihood.REGRESSION:
+            return super().log_likelihood
+        constant = 0.5 * self.n_data * self.n_outputs * (2 * math.pi * noise_parts(self.sigma_noise)[0]).log()
+        return (-self.loss / self._noise_scale - constant).to(self._dtype)
 
     @property
     def log_det_ratio(self) -> Tensor:

@@ -30,7 +30,12 @@ from ntk_iterncgp.jacobian.autograd import SMALL_NETWORK, Logits, unwrapped
 from ntk_iterncgp.jacobian.last_layer import LastLayerJacobian
 from ntk_iterncgp.jacobian.rows import NetworkJacobian
 from ntk_iterncgp.jacobian.weights import WeightColumns
-from ntk_iterncgp.laplace_torch.hyperparameters import check_hyperparameters, hyperparameters
+from ntk_iterncgp.laplace_torch.hyperparameters import (
+    check_hyperparameters,
+    check_relative_noise,
+    hyperparameters,
+    noise_parts,
+)
 from ntk_iterncgp.laplace_torch.updating import (
     PartialFit,
     added,
@@ -43,7 +48,8 @@ from ntk_iterncgp.laplace_torch.updating import (
     update_settings,
     without_interruption,
 )
-from ntk_iterncgp.likelihoods import Gaussian, Softmax
+from ntk_iterncgp.likelihoods import Softmax
+from ntk_iterncgp.likelihoods.output_noise import OutputNoise
 from ntk_iterncgp.likelihoods.tokens import TokenSoftmax
 from ntk_iterncgp.persistence.checkpoint import Checkpoint, CheckpointSession, open_session
 from ntk_iterncgp.persistence.fingerprint import described, digest, fingerprint, flatten, same_fingerprint
@@ -138,12 +144,13 @@ class FittedNetwork(BaseFunctionalLaplace):
         )
         self.dtype = dtype
         self._fitted, model = False, unwrapped(model)
+        is_per_output = isinstance(sigma_noise, Tensor) and sigma_noise.numel() > 1
         _require_one_device(model)
         with exclusively(model):  # while another thread fits it, it holds other weights
             super().__init__(
                 model,
                 likelihood,
-                sigma_noise=sigma_noise,
+                sigma_noise=1.0 if is_per_output else sigma_noise,
                 prior_precision=prior_precision,
                 prior_mean=prior_mean,
                 temperature=temperature,
@@ -151,6 +158,8 @@ class FittedNetwork(BaseFunctionalLaplace):
                 dict_key_x=dict_key_x,
                 dict_key_y=dict_key_y,
             )
+        if is_per_output:  # which laplace-torch refuses
+            self.sigma_noise = sigma_noise
         self._parts: tuple[WeightPosterior, ...] = ()  # of disjoint data, which add up
         self._report: FitReport | None = None
         self._fit: NetworkFit | None = None  # what refine resumes
@@ -369,7 +378,8 @@ class FittedNetwork(BaseFunctionalLaplace):
         parallel.check_same([*self.model.parameters(), *self.model.buffers()], "The model's weights and buffers are")
         jacobian, data, first_batch = self._open(loader, is_known=is_known)
         self._check_hyperparameters()
-        noise_scale = float(self._noise_scale.detach())
+        now = hyperparameters(self)
+        noise_scale = float(now["temperature"])
         if not (math.isfinite(noise_scale) and noise_scale > 0):
             raise ValueError(
                 f"sigma_noise² · temperature must be a positive number in {self._dtype}; got {noise_scale}. Try "
@@ -381,9 +391,11 @@ class FittedNetwork(BaseFunctionalLaplace):
             jacobian,
             data,
             is_classifier,
-            (TokenSoftmax(C // T, T) if T > 1 else Softmax(C)) if is_classifier else Gaussian(1.0, C),
+            (TokenSoftmax(C // T, T) if T > 1 else Softmax(C))
+            if is_classifier
+            else self._output_noise(C, now["relative_noise"]),
             prior_precision=self.prior_precision.detach(),
-            noise_scale=self._noise_scale.detach(),
+            noise_scale=now["temperature"].reshape(()),
             shift=flatten(self._parameters()) - self.prior_mean,
             prior_mean=self.prior_mean,
             layer_sizes=self._layer_sizes(),
@@ -445,10 +457,34 @@ class FittedNetwork(BaseFunctionalLaplace):
         return replace(self._report, information_captured=information, rank=self.posterior.rank)
 
     @property
+    def sigma_noise(self) -> Tensor:
+        """The standard deviation of a regression's noise: one for all outputs, or one for each (C,).
+
+        After a fit all may be multiplied by one number; other ratios between outputs take another fit.
+        """
+        return self._sigma_noise
+
+    @sigma_noise.setter
+    def sigma_noise(self, sigma_noise: float | Tensor) -> None:
+        given = torch.as_tensor(sigma_noise, device=self._device, dtype=self._dtype)
+        self._sigma_noise = given if given.numel() > 1 else given.reshape(())
+
+    def _output_noise(self, num_outputs: int, relative: Tensor) -> OutputNoise:
+        """The noise of each output over their geometric mean."""
+        if self.sigma_noise.numel() not in (1, num_outputs):
+            raise ValueError(
+                f"`sigma_noise` must be a positive number, or a tensor of one for each of the {num_outputs} outputs; "
+                f"got a tensor of shape {tuple(self.sigma_noise.shape)}. Try sigma_noise=torch.ones({num_outputs})."
+            )
+        return OutputNoise(relative.expand(num_outputs))
+
+    @property
     def _noise_scale(self) -> Tensor:
-        """τ = σ²·T."""
+        """τ = σ²·T, with the geometric mean of the σ² of several outputs."""
+        if self._fitted:
+            check_relative_noise(self)
         temperature = self.temperature if isinstance(self.temperature, Tensor) else float(self.temperature)
-        return self.sigma_noise.double().square() * temperature
+        return noise_parts(self.sigma_noise)[0] * temperature
 
     def _refresh_posterior(self) -> None:
         """Called before every prediction: the model must still be that of the fit, frozen weights and buffers too."""
@@ -524,6 +560,8 @@ def identity(
         "dtype": str(network.jacobian.dtype),
         "device": network.jacobian.device.type,
     }
+    if isinstance(network.likelihood, OutputNoise) and bool((network.likelihood.variances != 1).any()):
+        settings["relative_noise"] = described(network.likelihood.variances)
     if fitted is not None and budget is not None:
         settings |= {"epochs": budget.epochs, "seconds": budget.seconds, "epochs_before": fitted.report.epochs}
         settings |= {"starts_from": described([fitted.posterior.noise_gram, fitted.posterior.images])}

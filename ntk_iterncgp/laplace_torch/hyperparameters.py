@@ -31,7 +31,7 @@ SAME = 1e-6  # relative: a number may have passed through float32
 HYPERPARAMETERS: dict[str, tuple[str, dict[str, Any]]] = {
     "prior_precision": ("a positive number, or a tensor of one for each layer or weight", {}),
     "prior_mean": ("a number, or a tensor of one for each weight", {"positive": False}),
-    "sigma_noise": ("a positive number", {"max_size": 1}),
+    "sigma_noise": ("a positive number, or a tensor of one for each output", {}),
     "temperature": ("a positive number", {"max_size": 1}),
     "output_temperature": ("a positive number", {"max_size": 1}),
 }
@@ -51,10 +51,13 @@ class CheckedHyperparameters:
         expected, settings = HYPERPARAMETERS[name]
         dtype = torch.float64 if name in ("temperature", "output_temperature") else self._dtype  # type: ignore[attr-defined]
         _check(name, value, expected, dtype=dtype, **settings)
-        if name == "sigma_noise" and self.likelihood != Likelihood.REGRESSION and float(value) != 1:
-            raise ValueError(
-                f"`sigma_noise` must be 1 for classification, which has no noise; got {float(value)}. Try temperature."
-            )
+        if name == "sigma_noise" and self.likelihood != Likelihood.REGRESSION:
+            given = torch.as_tensor(value).detach().reshape(-1)
+            if given.tolist() != [1]:
+                shown = float(given) if len(given) == 1 else f"a tensor of {len(given)}"
+                raise ValueError(
+                    f"`sigma_noise` must be 1 for classification, which has no noise; got {shown}. Try temperature."
+                )
 
 
 def check_hyperparameters(**values: Any) -> None:
@@ -121,15 +124,45 @@ def follows_prior(la: FittedNetwork) -> bool:
 
 def hyperparameters(la: FittedNetwork) -> dict[str, Tensor]:
     """Those on which a mode depends, as they are now, in float64."""
+    noise, relative = noise_parts(la.sigma_noise.detach())
+    tau = noise * float(la.temperature)  # and σ is 1 for classification
     return {
         "prior_precision": la.prior_precision.detach().double().reshape(-1).clone(),
         "prior_mean": torch.as_tensor(la.prior_mean).detach().double().reshape(-1).clone(),
-        "temperature": la._noise_scale.detach().double().reshape(-1).clone(),  # σ²·T, and σ is 1
+        "temperature": tau.reshape(-1).clone(),
+        "relative_noise": relative,
     }
+
+
+def noise_parts(sigma_noise: Tensor) -> tuple[Tensor, Tensor]:  # (), (1,) or (C,)
+    """Return σ², of several outputs the geometric mean of theirs, and each over that: (1,) where all are the same."""
+    variances = sigma_noise.double().square()
+    if variances.numel() == 1:
+        return variances.reshape(()), variances.new_ones(1)
+    common = variances.log().mean().exp()
+    relative = (variances / common).detach()
+    return common, relative.new_ones(1) if bool(((relative - 1).abs() <= SAME).all()) else relative
+
+
+def check_relative_noise(la: FittedNetwork) -> None:
+    """Raise where the noises of the outputs have other ratios than in the fit, on which its actions depend."""
+    fitted, sigma = la._prior_of_fit["relative_noise"], la.sigma_noise.detach()
+    if sigma.numel() not in (1, la.n_outputs) or not same_ratios(noise_parts(sigma)[1], fitted):
+        raise ValueError(
+            "`sigma_noise` must have the ratios between outputs that it had in the fit, those of "
+            f"{fitted.sqrt().tolist()}; got {sigma.tolist()}. Try a multiple of the former, or fit(train_loader) again."
+        )
+
+
+def same_ratios(one: Tensor, other: Tensor) -> bool:
+    """Whether noises relative to their geometric mean are the same, but for rounding."""
+    other = other.to(one.device)
+    return one.shape == other.shape and bool(((one - other).abs() <= SAME * other).all())
 
 
 def check_prior(la: FittedNetwork) -> None:
     """Raise where a posterior that does not follow its hyperparameters is asked about others than those of its fit."""
+    check_relative_noise(la)
     if follows_prior(la):
         return
     now, sizes = hyperparameters(la), la._layer_sizes()

@@ -128,7 +128,8 @@ def _check_numbers(state: Mapping[str, Any], num_weights: int) -> None:
     _check_reference(posterior, B)
     if not posterior.keys() <= {f.name for f in fields(WeightPosterior)} - {"layer_sizes"}:
         raise _damaged("posterior", f"made of {_short(sorted(map(str, posterior)))}")
-    for name, sizes in (("prior_precision", (1, len(state["parameters"]), P)), ("sigma_noise", (1,))):
+    layers, outputs = len(state["parameters"]), state.get("n_outputs")
+    for name, sizes in (("prior_precision", (1, layers, P)), ("sigma_noise", (1, outputs))):
         if not bool((_finite(state, name) > 0).all()) or state[name].numel() not in sizes:
             raise _damaged(name, _short(state[name]))
     if _finite(state, "prior_mean").numel() not in (1, P):

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ntk_iterncgp.fitting.network import LinearisedNetwork, NetworkFit, NetworkSettings
 from ntk_iterncgp.fitting.report import FitReport, Record
+from ntk_iterncgp.laplace_torch.hyperparameters import noise_parts, same_ratios
 from ntk_iterncgp.laplace_torch.saving import checked_posterior
 from ntk_iterncgp.posterior.merging import bounded, merge_posteriors
 from ntk_iterncgp.posterior.weight_space import WeightPosterior
@@ -153,6 +154,11 @@ def other_fit(la: FittedNetwork, other: Any) -> PartialFit:
                 f"`other` must have the {name} {_shown(own)}; got {_shown(state[name])}. Try a Laplace object made as "
                 "this one."
             )
+    if not same_ratios(noise_parts(la.sigma_noise)[1], noise_parts(state["sigma_noise"])[1]):
+        raise ValueError(
+            "`other` must have the ratios of sigma_noise between outputs of this fit, "
+            f"{la.sigma_noise.detach().tolist()}; got {state['sigma_noise'].tolist()}. Try fits with one sigma_noise."
+        )
     seen = state.get("data_seen", la.data_seen[:0]).cpu()
     if bool(torch.isin(seen, la.data_seen).any()):
         raise ValueError(

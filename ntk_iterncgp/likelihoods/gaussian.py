@@ -37,16 +37,7 @@ class Gaussian(Likelihood):
         return {"noise": self.variance, "num_outputs": self.num_outputs}
 
     def check_targets(self, targets: Tensor) -> Tensor:
-        targets = targets.double()
-        if targets.ndim == 1:
-            targets = targets[:, None]
-        if targets.ndim != 2 or targets.shape[1] != self.num_outputs:
-            raise ValueError(
-                f"`y` must have the shape (N, {self.num_outputs}){' or (N,)' if self.num_outputs == 1 else ''} for "
-                f"Gaussian with {self.num_outputs} output(s); got {tuple(targets.shape)}. Try a network, or "
-                "num_outputs, with as many outputs as y has columns."
-            )
-        return targets
+        return values_of_outputs(targets, self.num_outputs)
 
     def log_prob(self, latent: Tensor, targets: Tensor) -> Tensor:
         constant = self.num_outputs * math.log(2 * math.pi * self.variance)
@@ -79,3 +70,17 @@ class Gaussian(Likelihood):
     def expected_log_prob(self, mean: Tensor, covariance: Tensor, targets: Tensor) -> Tensor:
         spread = covariance.diagonal(dim1=1, dim2=2).sum(1)
         return self.log_prob(mean, targets) - 0.5 * spread / self.variance
+
+
+def values_of_outputs(targets: Tensor, num_outputs: int) -> Tensor:  # (N, C)
+    """Targets with one number for each output, in float64, or a ValueError."""
+    targets = targets.double()
+    if targets.ndim == 1:
+        targets = targets[:, None]
+    if targets.ndim != 2 or targets.shape[1] != num_outputs:
+        raise ValueError(
+            f"`y` must have the shape (N, {num_outputs}){' or (N,)' if num_outputs == 1 else ''} for "
+            f"Gaussian with {num_outputs} output(s); got {tuple(targets.shape)}. Try a network, or "
+            "num_outputs, with as many outputs as y has columns."
+        )
+    return targets

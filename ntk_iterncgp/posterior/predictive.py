@@ -180,12 +180,12 @@ def margin_variance(mean: Tensor, covariance: Tensor) -> Tensor:  # (b, C), (b, 
     return torch.einsum("bc,bcd,bd->b", contrast, covariance, contrast)
 
 
-def regression_uncertainty(covariance: Tensor, noise_variance: Tensor) -> Uncertainty:  # (b, C, C)
+def regression_uncertainty(covariance: Tensor, noise_variance: Tensor) -> Uncertainty:  # (b, C, C), one number or (C,)
     """Compute scores from entropies of Gaussians: of an observation, and of its noise alone."""
     C = covariance.shape[1]
     eye = torch.eye(C, dtype=covariance.dtype, device=covariance.device)
     epistemic = 0.5 * torch.logdet(eye + covariance / noise_variance)
-    aleatoric = 0.5 * C * (2 * math.pi * math.e * noise_variance).log().expand_as(epistemic)
+    aleatoric = 0.5 * (2 * math.pi * math.e * noise_variance).log().expand(C).sum().expand_as(epistemic)
     variance = covariance.diagonal(dim1=1, dim2=2).sum(1)
     return Uncertainty(epistemic + aleatoric, epistemic, aleatoric, variance, None)
 
