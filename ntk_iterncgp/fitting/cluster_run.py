@@ -541,9 +541,12 @@ def _finish(trajectory: Trajectory[AnyState], network: LinearisedNetwork, settin
         captured = posterior.information_captured(network.prior_precision, network.noise_scale)
         history[-1] = replace(history[-1], rank=posterior.rank, information_captured=captured)
     loss = unit_loss(clusters.likelihood, clusters.outputs, clusters.targets)
+    advice = ADVICE.get(status, MORE)
+    if len(clusters.passes) == 1 and clusters.passes[0].is_complete and posterior is whole:
+        advice += " convergence(inputs) estimates what twice the actions would bring."
     report = FitReport(
         status=status.value,
-        advice=ADVICE.get(status, MORE),
+        advice=advice,
         num_products=0,
         num_newton_steps=0,
         rank=posterior.rank,

@@ -15,6 +15,7 @@ from laplace.utils.enums import Likelihood, LinkApprox, PredType
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from ntk_iterncgp.clusters.clusters import Clusters
 from ntk_iterncgp.data.fixed_order import Inputs, slice_rows
 from ntk_iterncgp.fitting.cluster_run import ClusterState, unfolded
 from ntk_iterncgp.jacobian.autograd import SMALL_NETWORK
@@ -238,10 +239,7 @@ class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
         self._check_fitted()
         self._check_nonempty_inputs(x)
         self._refresh_posterior()
-        fit = self._fit
-        state = None if fit is None or fit.posterior is not self.posterior else fit.state
-        clusters = state.clusters if isinstance(state, ClusterState) else None
-        if clusters is None or self.posterior.rank != min(clusters.rank, len(self.mean)):
+        if (clusters := self._clusters_now()) is None:
             raise RuntimeError(
                 "attribution must follow a fit with policy='clusters' in this process, whose groups are known; got an "
                 "exact, loaded, compressed, updated or merged one. Try policy='clusters' and fit(train_loader)."
@@ -251,6 +249,13 @@ class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
         with exclusively(self.model), evaluating(self.model), torch.no_grad():
             parts = [posterior.contributions(rows, groups, combinations) for rows in self._rows_at(x)]
         return clusters.spread(torch.cat(parts))  # (b, all groups) -> (b, N)
+
+    def _clusters_now(self) -> Clusters | None:
+        """The groups that the actions of this very posterior are made of, if they are known."""
+        fit = self._fit
+        state = None if fit is None or fit.posterior is not self.posterior else fit.state
+        clusters = state.clusters if isinstance(state, ClusterState) else None
+        return None if clusters is None or self.posterior.rank != min(clusters.rank, len(self.mean)) else clusters
 
     def latent(
         self, x: Inputs, *, joint: bool = False, contrasts: int | str = "auto"

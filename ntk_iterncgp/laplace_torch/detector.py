@@ -16,6 +16,7 @@ from laplace.utils.enums import Likelihood
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
+from ntk_iterncgp.clusters.doubling import doubling
 from ntk_iterncgp.data.fixed_order import Inputs
 from ntk_iterncgp.jacobian.rows import Rows
 from ntk_iterncgp.laplace_torch.hyperparameters import check_positive, follows_prior
@@ -295,7 +296,8 @@ class Detecting:
             prior_precision: At which precision; None: the current one. That of a detector is its `prior_precision`.
 
         Returns:
-            Variances with half of the actions, all, and twice as many; prints as a sentence with advice.
+            Variances of the prior, with the actions, and with twice as many (None where that cannot be told: it can
+            after one pass with policy="clusters" in this process); prints as a sentence with advice.
         """
         la: Any = self
         la._check_fitted()
@@ -304,7 +306,8 @@ class Detecting:
         else:
             check_positive("prior_precision", prior_precision)
             precision = torch.as_tensor(prior_precision).detach().to(la._device).reshape(-1)
-        return convergence_at(rows_at(la, x), la.posterior, precision.double(), la._noise_scale.detach())
+        twice = None if (clusters := la._clusters_now()) is None else doubling(clusters)
+        return convergence_at(rows_at(la, x), la.posterior, precision.double(), la._noise_scale.detach(), twice)
 
     def _saved_detector(self, saved: Any, posterior: WeightPosterior) -> Detector:
         la: Any = self

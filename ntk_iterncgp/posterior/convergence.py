@@ -1,52 +1,59 @@
 """How much the variance would still fall with twice the actions, from small matrices.
 
-In the basis where R = I and AᵀΛ⁻¹A = diag(γ), action b takes q_b γ_b/(γ_b + τ) off the variance at some inputs, where
-q_b is the part of their prior variance along it. Both fall about as powers of b: lines through log γ_b and log q_b
-against log b, over the last three quarters of the actions, go on to 2B, and the sum saturates at what is outside of
-their span. A geometric series of the falls from B/4 to B/2
-to B knows neither that the spectrum bends where γ passes τ, nor where it ends, and is up to three times off.
+With the cross-covariances z of the groups of data and M = AᵀΛ⁻¹A + τR + D between them, actions that are combinations T
+of groups take zᵀT (TᵀM T)⁻¹Tᵀz off the variance. A fit with twice the actions keeps the best 2B combinations: of the
+same groups, whose contraction is known, or of more. What more groups bring goes on as from a quarter of them to a half,
+and from that to all (`clusters/doubling.py`): each doubling adds a constant part of what the last one did.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ntk_iterncgp.clusters.doubling import Doubling
 from ntk_iterncgp.jacobian.rows import Rows
 from ntk_iterncgp.jacobian.weights import WeightColumns
-from ntk_iterncgp.linalg.factor import Factor
+from ntk_iterncgp.linalg.factor import Factor, best_combinations
 from ntk_iterncgp.posterior.weight_space import WeightPosterior
 from ntk_iterncgp.runtime.threads import full_precision
 
-FEWEST = 8  # actions, from which on there is a trend
 LITTLE, MUCH = 0.02, 0.2  # of the variance
+ALL = 1 - 1e-6  # of the information: nothing is to come
 
 
 @dataclass(frozen=True)
 class Convergence:
-    """The mean variance at some inputs: prior, with half of the actions, with all of them, and with twice as many.
+    """The mean variance at some inputs: of the prior, with the actions, and an estimate of it with twice as many.
 
-    Prints as a sentence. The last is an extrapolation, between zero and the variance with all.
+    Prints as a sentence. The estimate is between zero and the variance, and None where there is no ground for one.
     """
 
     prior_variance: float
-    half_variance: float
     variance: float
-    doubled_variance: float
+    doubled_variance: float | None
     num_actions: int
 
     @property
-    def fall(self) -> float:
-        """By how much twice the actions would lower the variance, as a fraction of it."""
+    def fall(self) -> float | None:
+        """By how much twice the actions would lower the variance, as a fraction of it; None: not known."""
+        if self.doubled_variance is None:
+            return None
         return 1 - self.doubled_variance / self.variance if self.variance > 0 else 0.0
 
     @property
     def advice(self) -> str:
         """One sentence."""
+        if self.fall is None:
+            return (
+                "What twice as many would bring cannot be estimated here: the groups of data are not known (after "
+                "refine, load, compress, merge or update, or with a policy other than 'clusters'), or twice as many "
+                "actions would visit other data. Fit with twice as many and compare."
+            )
         if self.fall < LITTLE:
             return "More actions would change little here."
         if self.fall < MUCH:
@@ -54,82 +61,96 @@ class Convergence:
         return f"It is far from converged here: fit with num_actions={2 * self.num_actions}, or refine."
 
     def __str__(self) -> str:
-        left, half = self.variance / self.prior_variance, self.half_variance / self.prior_variance
-        return (
-            f"{self.num_actions} actions leave {100 * left:.3g} % of the prior variance ({100 * half:.3g} % with half "
-            f"of them); twice as many would lower it by about {100 * self.fall:.3g} %. {self.advice}"
-        )
-
-
-def spectrum(posterior: WeightPosterior, prior_precision: Tensor) -> tuple[Tensor, Tensor]:  # (B,), (B, B)
-    """γ in descending order, and the combinations R^{-½}V of the actions that are independent under prior and noise."""
-    factor = Factor(posterior.noise_gram)
-    whitened = factor.half_solve(factor.half_solve(posterior.gram(prior_precision)).T)
-    gamma, vectors = torch.linalg.eigh(0.5 * (whitened + whitened.T))
-    return gamma.flip(0).clamp_min(0), (factor.root() @ vectors).flip(1)
-
-
-def fall_of_doubling(gamma: Tensor, parts: Tensor, noise_scale: float, most: int) -> float:  # (B,), (B,)
-    """What actions B + 1 to 2B would take off a variance.
-
-    Args:
-        gamma: Signal-to-noise of the actions, descending.
-        parts: q, the prior variance along each of them.
-        noise_scale: τ.
-        most: How many actions there can be in all.
-
-    Returns:
-        The sum of q γ/(γ + τ) over the actions that are not there yet, by the power laws.
-    """
-    B = len(gamma)
-    more = min(2 * B, most) - B
-    if more <= 0:
-        return 0.0
-    if B < FEWEST:  # no trend: as much as the second half took
-        taken = (parts * gamma / (gamma + noise_scale))[B // 2 :].sum()
-        return float(taken)
-    seen = torch.arange(B // 4 + 1, B + 1, dtype=torch.float64, device=gamma.device).log()
-    next_ones = torch.arange(B + 1, B + more + 1, dtype=torch.float64, device=gamma.device).log()
-    centred = seen - seen.mean()
-
-    def continued(values: Tensor) -> Tensor:
-        logs = values[B // 4 :].clamp_min(values.max() * 1e-15 + 1e-300).log()
-        slope = (centred @ logs / centred.square().sum()).clamp_max(0)
-        return (logs.mean() + slope * (next_ones - seen.mean())).exp()
-
-    gammas = continued(gamma).clamp_max(gamma[-1])
-    return float((continued(parts) * gammas / (gammas + noise_scale)).sum())
+        left = 100 * self.variance / self.prior_variance
+        found = f"{self.num_actions} actions leave {left:.3g} % of the prior variance"
+        if self.fall is None:
+            return f"{found}. {self.advice}"
+        return f"{found}; twice as many would lower it by about {100 * self.fall:.3g} %. {self.advice}"
 
 
 def convergence_at(
-    rows: Iterable[Rows], posterior: WeightPosterior, prior_precision: Tensor, noise_scale: Tensor
+    rows: Iterable[Rows],
+    posterior: WeightPosterior,
+    prior_precision: Tensor,
+    noise_scale: Tensor,
+    doubling: Doubling | None = None,
 ) -> Convergence:
-    """Compare half of the actions, all, and twice as many at some inputs.
+    """Compare the actions with twice as many at some inputs.
 
     Args:
         rows: The rows of J there, of all outputs or of some contrasts.
         posterior: Of the fit.
         prior_precision: Λ, (1,), (L,) or (P,).
         noise_scale: τ = σ²·T.
+        doubling: What is known of a fit with twice the actions.
     """
-    gamma, basis = spectrum(posterior, prior_precision)
-    tau, variance = float(noise_scale), 1 / posterior.precision_of_weights(prior_precision)
-    images = WeightColumns(posterior.images, posterior.dtype, variance)
-    total, along, count = 0.0, torch.zeros_like(gamma), 0
+    parts = posterior if doubling is None else _of_groups(posterior, doubling)
+    gram, variance = parts.gram(prior_precision), 1 / parts.precision_of_weights(prior_precision)
+    matrix = gram + parts.noise(gram, noise_scale)
+    columns = WeightColumns(parts.images, parts.dtype, variance)
+    prior_variance, second, count = 0.0, torch.zeros_like(gram), 0
     for some in rows:
         with full_precision(variance.device):
-            cross, prior = some.products(images, variance)
-        along += (cross.double() @ basis).square().sum((0, 1))
-        total, count = total + float(prior.diagonal(dim1=1, dim2=2).sum()), count + len(prior)
-    parts = torch.where(gamma > 0, along / gamma.clamp_min(1e-300), 0) / count
-    taken = parts * gamma / (gamma + tau)
-    prior_variance, half = total / count, len(gamma) // 2
-    left = max(prior_variance - float(taken.sum()), 0.0)
-    fall = fall_of_doubling(gamma, parts, tau, min(posterior.curvature_rank, len(posterior.images)))
-    fall = min(_saturated(fall, prior_variance - float(parts.sum())), left)
-    return Convergence(prior_variance, prior_variance - float(taken[:half].sum()), left, left - fall, posterior.rank)
+            cross, prior = some.products(columns, variance)
+        flat = cross.double().flatten(0, 1)
+        second += flat.T @ flat
+        prior_variance, count = prior_variance + float(prior.diagonal(dim1=1, dim2=2).sum()), count + len(prior)
+    prior_variance, second = prior_variance / count, second / count
+
+    def taken(T: Tensor | None) -> float:  # (G, B)
+        if T is None:
+            return float(Factor(matrix).solve(second).trace())
+        return float(Factor(T.T @ matrix @ T).solve(T.T @ second @ T).trace())
+
+    own = taken(None if doubling is None else doubling.combinations)
+    left = max(prior_variance - own, 0.0)
+    if doubling is None:
+        captured = posterior.information_captured(prior_precision, noise_scale) if posterior.trace_is_exact else 0.0
+        return Convergence(prior_variance, left, left if captured > ALL else None, posterior.rank)
+    sums: list[Tensor | None] = [*doubling.sums, None]
+    series = [taken(_best(parts, T, doubling.num_actions)) for T in sums]
+    sizes = [len(gram) if T is None else T.shape[1] for T in sums]
+    fall = min(max(continued(sizes, series, sizes[-1] * doubling.growth) - own, 0.0), left)
+    return Convergence(prior_variance, left, left - fall, posterior.rank)
 
 
-def _saturated(fall: float, outside: float) -> float:
-    """Others can only take what is outside of the span of the actions, and each a part of what is left of that."""
-    return outside * -math.expm1(-fall / outside) if outside > 0 else 0.0
+def continued(sizes: list[int], values: list[float], size: float) -> float:
+    """Continue a series at three sizes to a larger one; a single value stays.
+
+    Args:
+        sizes: Ascending.
+        values: What each has, ascending.
+        size: The next one.
+
+    Returns:
+        What that would have, if each doubling adds a constant part r ≤ 1 of what the one before it did.
+    """
+    if len(values) < 3:
+        return values[-1]
+    first, second = ((values[i + 1] - values[i]) / math.log2(sizes[i + 1] / sizes[i]) for i in (0, 1))
+    if min(first, second) <= 0:
+        return values[-1]
+    r, steps = min(second / first, 1.0), math.log2(size / sizes[-1])
+    return values[-1] + second * r * (steps if r > 1 - 1e-9 else (1 - r**steps) / (1 - r))
+
+
+def _of_groups(posterior: WeightPosterior, doubling: Doubling) -> WeightPosterior:
+    """With an action for each group."""
+    return replace(
+        posterior,
+        images=doubling.images,
+        noise_gram=doubling.noise_gram,
+        right_hand_side=doubling.noise_gram.new_zeros(len(doubling.noise_gram)),
+        rounding_gram=None,
+        storage_gram=None,
+        num_actions=None,
+        reference=None,
+    )
+
+
+def _best(groups: WeightPosterior, sums: Tensor | None, number: int) -> Tensor | None:  # (G, g) -> (G, ≤ number)
+    """What a fit would keep of the groups, or of their sums; None: all groups."""
+    if sums is None:
+        return best_combinations(groups.noise_gram, groups.unit_gram, number)
+    best = best_combinations(sums.T @ groups.noise_gram @ sums, sums.T @ groups.unit_gram @ sums, number)
+    return sums if best is None else sums @ best
