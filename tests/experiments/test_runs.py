@@ -76,7 +76,9 @@ def test_a_run_leaves_its_results_and_nothing_half_done(run: Path) -> None:
     assert "No checkpoint was given (model.checkpoint), so it is trained here for 6 epochs." in log
     assert "Posterior of an earlier fit with these settings" in log  # evaluate does not fit again
     assert re.search(r"Output temperature \S+ and prior precision \S+: .* by the cross-fitted NLL of 50 inputs", log)
-    assert json.loads((run / "posterior.json").read_text())["output_temperature"] > 0
+    temperature = json.loads((run / "posterior.json").read_text())["output_temperature"]
+    assert temperature > 0
+    assert f"The saved fit, which predict uses, has an output temperature of {temperature:.3g} and" in log
 
 
 @pytest.mark.cli

@@ -82,6 +82,7 @@ def _finish_classes(
     table = report.results_table(comparison)
     pictures, detector, data = _pictures(setting, comparison), fitted.predictor.detector, setting.data
     found = None if detector is None else novelty(detector, data.test, data.ood, setting.config.data.batch_size)
+    verdict = report.verdict(comparison.results) + _as_saved(fitted) + ([] if found is None else [in_words(found)])
     _finish(
         setting,
         fitted,
@@ -89,7 +90,7 @@ def _finish_classes(
         Page(
             title=title,
             summary=report.summary(comparison, setting.config, about, fitted.report),
-            verdict=report.verdict(comparison.results) + ([] if found is None else [in_words(found)]),
+            verdict=verdict,
             results=table,
             others=report.others_table(comparison),
             panels=figures.panels(comparison, fitted.report),
@@ -102,6 +103,18 @@ def _finish_classes(
         numbers={**report.as_json(comparison), "novelty": found},
     )
     return comparison
+
+
+def _as_saved(fitted: Fitted) -> list[str]:
+    """In what the saved fit of a classifier differs from its row in the table."""
+    if not isinstance(fitted.predictor, NetworkPredictor):
+        return []
+    la = fitted.predictor.la
+    return [
+        "The row of IterNCGP has a prior precision alone, chosen as all are. The saved fit, which predict uses, "
+        f"has an output temperature of {float(la.output_temperature):.3g} and a prior precision of "
+        f"{float(la.prior_precision.mean()):.3g}; it is not in the table."
+    ]
 
 
 def _finish_targets(setting: Setting, fitted: Fitted, about: dict[str, Any], title: str) -> RegressionComparison:
