@@ -78,7 +78,7 @@ def test_it_takes_half_of_the_memory_says_nearly_as_much_and_is_saved(tmp_path: 
 def test_it_may_be_updated_merged_and_compressed_and_stays_above_the_exact_one() -> None:
     net = make_net(2, num_data=24)
     halves = [TensorDataset(net.x[part].float(), net.y[part]) for part in (slice(0, 12), slice(12, 24))]
-    first, second = (net.laplace(torch.float32, storage="bfloat16") for _ in range(2))
+    first, second = (net.laplace(torch.float32, storage="bfloat16", policy="clusters") for _ in range(2))
     for la, half in zip((first, second), halves, strict=True):
         la.fit(DataLoader(half, 4))
     first.merge(second)
