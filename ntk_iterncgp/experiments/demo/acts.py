@@ -176,7 +176,8 @@ def cost(la: Any, x: Tensor, comparison: Comparison) -> str:
     near = (
         "" if ratio is None else f" Variance {float(ratio.min()):.3f} to {float(ratio.max()):.3f} × exact, never below."
     )
-    return f"Cost: {la.report_.epochs:.1f} epochs for the fit{beside}. A prediction: {passes:.0f} forward passes.{near}"
+    price = f"A prediction: {passes:.0f} forward passes of a network this small."
+    return f"Cost: {la.report_.epochs:.1f} epochs for the fit{beside}. {price}{near}"
 
 
 def _fastest(work: Callable[[], object], repeats: int = 3) -> float:
