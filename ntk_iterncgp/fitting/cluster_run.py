@@ -9,6 +9,7 @@ Several processes take turns with the batches. States come after each round, whe
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Generator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -527,7 +528,7 @@ def _finish(trajectory: Trajectory[AnyState], network: LinearisedNetwork, settin
     state, status, history = trajectory.state, trajectory.status, trajectory.history
     assert isinstance(state, ClusterState) and status is not None
     clusters = state.clusters
-    with interruptible():  # what is about to be checked would be lost
+    with interruptible() as interrupt:  # what is about to be checked would be lost
         found = checked_passes(clusters, float(state.curvature_diagonal.sum()), network, settings)
         whole = posterior = check_posterior(
             weight_posterior(state, network),
@@ -535,6 +536,9 @@ def _finish(trajectory: Trajectory[AnyState], network: LinearisedNetwork, settin
             network.noise_scale,
             (rows_at(network, x) for x in found.visited),
         )
+    if parallel.any_of(interrupt.requested) and status != Status.INTERRUPTED:
+        warnings.warn("The run was interrupted while its posterior was checked, which is complete.", stacklevel=3)
+        status = Status.INTERRUPTED
     if settings.options.max_rank is not None:
         posterior = whole.compress(settings.options.max_rank, network.prior_precision, network.noise_scale)
     if (found.were_mended or posterior is not whole) and history:  # the meter was read before

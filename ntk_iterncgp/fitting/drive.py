@@ -196,6 +196,8 @@ class _Driver(Generic[S]):
             interrupt = stack.enter_context(interruptible()) if several or self.run.waits else Interrupt()
             try:
                 trajectory.status = self._loop(interrupt)
+                if parallel.any_of(interrupt.requested):  # in the last step, too: what follows must not go on
+                    trajectory.status = Status.INTERRUPTED
             except KeyboardInterrupt:
                 if interrupt.requested or several:  # insisted upon, or by this process alone
                     raise

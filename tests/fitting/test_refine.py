@@ -119,6 +119,20 @@ def test_a_second_ctrl_c_gives_up_and_an_earlier_fit_survives() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.parametrize("item", [NUM_DATA + 3, NUM_DATA + 10], ids=["last batch", "check"])
+def test_ctrl_c_at_the_end_of_a_fit_is_not_forgotten(item: int) -> None:
+    """Else what a program does next, such as a refine, would go on. The first batch of four is read once more."""
+    case, x = net(), net().near_and_far()
+    whole = case.laplace(num_actions=GROUPS)
+    whole.fit(case.loader(batch_size=4))
+    la = case.laplace(num_actions=GROUPS)
+    watched = Watched(case, ctrl_c_at(reads_before_the_sweep() + item))
+    with pytest.warns(UserWarning, match="The run was interrupted"):
+        la.fit(DataLoader(watched, batch_size=4))
+    assert la.report_.status == "interrupted"
+    assert torch.equal(joint_variance(la, x), joint_variance(whole, x))
+
+
 class Tired(nn.Module):
     """Raises once in its forward pass, after some calls that gradients by the weights are taken of, not by layers."""
 

@@ -97,7 +97,8 @@ def fit_network(setting: Setting, model: nn.Module) -> Any:
         with reporting(what, log), setting.watch("fit", memory=True):
             la.fit(loader, progress_bar=True, checkpoint=setting.checkpoint)
             if config.fit.refine_epochs is not None and la.report_.status != "interrupted":
-                la.refine(loader, epochs=config.fit.refine_epochs, checkpoint=setting.checkpoint)
+                more = {"epochs": config.fit.refine_epochs, "checkpoint": setting.checkpoint}
+                la.refine(loader, progress_bar=True, **more)
     if la.report_.status == "interrupted":
         raise KeyboardInterrupt
     log(str(la.report_))
