@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check fast test docs fuzz soak lint bench release clean
+.PHONY: help demo check fast test docs tables fuzz soak lint bench release clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -37,6 +37,9 @@ lint: $(STAMP)  ## ruff check, ruff format --check, mypy
 
 docs: $(STAMP)  ## the documentation as a site, in site/; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+tables: $(STAMP)  ## the complete tables of docs/results.md, an hour or two: MNIST and CIFAR-10 under NTK_ITERNCGP_DATA
+	$(BIN)/python -m benchmarks.tables
 
 bench: $(STAMP)  ## run the benchmarks
 	$(BIN)/ntk-iterncgp bench

@@ -3,7 +3,7 @@
     make tables                                      # all of them
     python -m benchmarks.tables --only digits        # one section; the others stay as they are
 
-Each section is a run of `ntk-iterncgp evaluate configs/NAME.yaml` with one thread, and ends in runs/NAME with its report.
+Each section is a run of `ntk-iterncgp evaluate configs/NAME.yaml`, whose report is written to runs/NAME.
 MNIST, Fashion-MNIST and CIFAR-10 with the checkpoint of the ResNet-20 must lie under `NTK_ITERNCGP_DATA`.
 """
 
@@ -56,7 +56,8 @@ def _detector(found: dict[str, Any] | None) -> list[str]:
     )
     return [
         f"`la.detector`, calibrated on {found['num_ranked']} held-out inputs and asked for alarms at "
-        f"{100 * found['rate']:g} % of familiar inputs, raises {100 * found['test_alarms']:.1f} % on the test inputs. {each}."
+        f"{100 * found['rate']:.3g} % of familiar inputs, raises them at {100 * found['test_alarms']:.1f} % of the "
+        f"test inputs. {each}."
     ]
 
 

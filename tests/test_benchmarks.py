@@ -2,6 +2,7 @@
 
 import json
 import mmap
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from benchmarks import (
     shares,
     soak,
     solver,
+    tables,
     updates,
     when_it_helps,
 )
@@ -338,3 +340,20 @@ def test_the_benchmark_of_predictions_compares_few_contrasts_with_all(
         for row in found["rows"].values():
             assert row["forwards"] > 1 and row["milliseconds"] > 0 and row["NLL"] > 0 and 0 <= row["ECE"] <= 1
     assert len({str(setting) for setting in prediction.settings()}) == len(prediction.settings())
+
+
+@pytest.mark.cli
+def test_the_tables_of_the_results_are_made_with_the_commit_and_the_best_in_bold(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = tables.PAGE.read_bytes()
+    tables.main(["--quick", "--output-dir", str(tmp_path), "--json", str(tmp_path / "numbers.json")])
+    text = capsys.readouterr().out
+    assert re.search(r"`ntk-iterncgp evaluate configs/digits.yaml` at commit `[0-9a-f]{7}\+?`: 1,446 weights", text)
+    best = min(method["nll"] for method in json.loads((tmp_path / "numbers.json").read_text())["digits"]["methods"])
+    assert f"| **{best:.4f}** |" in text and "raises them at" in text
+    assert tables.PAGE.read_bytes() == before  # a toy run is not a result
+    marks = "a <!-- digits -->\nold\n<!-- end of digits --> b"
+    assert tables.written(marks, "digits", "new") == marks.replace("old", "new")
+    with pytest.raises(SystemExit, match="must hold the marks"):
+        tables.written("", "digits", "new")

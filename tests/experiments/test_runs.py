@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from ntk_iterncgp import NonConjugateGP, kernels, likelihoods
 from ntk_iterncgp.experiments import cli, datasets, demo, models
 from ntk_iterncgp.experiments.config import DataConfig, ModelConfig, load
+from ntk_iterncgp.experiments.evaluation.figures import in_bounds
 from ntk_iterncgp.experiments.evaluation.links import class_probabilities
 from ntk_iterncgp.experiments.evaluation.stopwatch import reset_peak
 from ntk_iterncgp.experiments.runs.predict import restore
@@ -89,6 +90,23 @@ def test_the_detector_is_scored_beside_the_methods(run: Path) -> None:
     assert found["sets"]["noise"]["auroc"] > 0.7
     sentence = f"with AUROC {found['sets']['noise']['auroc']:.3f}, alarms at"
     assert all(sentence in (run / name).read_text(encoding="utf-8") for name in ("run.log", "report.html"))
+
+
+@pytest.mark.cli
+def test_the_report_has_a_section_about_the_detector_and_says_what_a_prediction_costs(run: Path) -> None:
+    page = (run / "report.html").read_text(encoding="utf-8")
+    section = page.partition("<h2>Detector of unfamiliar inputs")[2].partition("<h2>Cost")[0]
+    areas = json.loads((run / "results.json").read_text(encoding="utf-8"))["novelty"]["sets"]["noise"]
+    for area in (areas["auroc"], areas["entropy"]["auroc"], areas["energy"]["auroc"]):
+        assert f">{area:.3f}</td>" in section
+    assert all(f"<b>{title}</b>" in section for title in ("Scores of the detector", "ROC of the detector", "p-values"))
+    assert section.count(">p-value<") == 12  # six test images, three of each other set
+    assert re.search(r"A prediction by IterNCGP takes \S+ ms for each of 100 inputs, \S+ forward passes", page)
+
+
+def test_a_ratio_to_the_exact_variance_is_called_below_one_where_it_is() -> None:
+    assert in_bounds(torch.tensor([1.002, 1.0])) == "1.000 to 1.002, never below one"
+    assert in_bounds(torch.tensor([1.5, 0.9])) == "0.900 to 1.500, below one at 1 of 2 inputs"
 
 
 @pytest.mark.cli
@@ -252,12 +270,15 @@ def test_the_report_is_one_file_with_every_part(run: Path) -> None:
         "Information captured",
         "Variance contraction",
         "Against the truth",
+        "Scores of the detector",
+        "ROC of the detector",
+        "p-values",
     ]
     for image in images:
         kind, _, data = str(image["src"]).partition(";base64,")
         content = base64.b64decode(data)
         assert content[:4] == (b"<svg" if kind.endswith("svg+xml") else b"\x89PNG")
-    assert text.count('class="card"') == 12 and "Most certain" in text and "Least certain" in text
+    assert text.count('class="card"') == 24 and "Most certain" in text and "Least certain" in text
     for heading in ("<h2>Results</h2>", "<h2>Figures</h2>", "<h2>Cost</h2>", "All settings of this run"):
         assert heading in text
     assert "prefers-color-scheme: dark" in text
@@ -423,21 +444,16 @@ def test_the_last_layer_flavour_runs_with_its_own_rows(tmp_path: Path) -> None:
 def test_the_demo_ends_with_five_lines_with_which_the_report_opens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = [*SMALL, "data.test_limit=80", "evaluate.baselines=[map, temperature, exact]"]
+    small = [*SMALL, "data.test_limit=80", "data.held_out=60", "evaluate.baselines=[map, temperature, exact]"]
     assert cli.main(["demo", *sets(small), "--output-dir", str(tmp_path)]) == 0
     shown, page = capsys.readouterr().out, (tmp_path / "report.html").read_text(encoding="utf-8")
-    lines = shown.partition("\nA curve: ")[2].splitlines()[:5]
-    assert [line.split(":")[0] for line in lines[1:]] == [
-        "Detection without labels, AUROC by the network's entropy → by la.detector",
-        "Calibration",
-        "Cost",
-        "New data",
-    ]
+    lines = shown.partition("\nA curve with a gap: ")[2].splitlines()[:5]
+    assert [line.split(":")[0] for line in lines[1:]] == ["Unfamiliar inputs", "Calibration", "Cost", "New data"]
     inside, gap = map(float, re.findall(r"±(\d+\.\d+)", lines[0]))
     assert gap > 3 * inside
-    assert float(re.findall(r"Variance (\d\.\d+) to \d+\.\d+ × exact", lines[3])[0]) >= 1
-    assert "fell at 40 of 40 inputs" in lines[4]
-    assert page.index("Calibration: NLL") < page.index("A curve with a gap") < page.index("<h2>Results")
+    assert float(re.findall(r"variance is (\d\.\d+) to \d+\.\d+, never below one", lines[3])[0]) >= 1
+    assert "falls at 40 of 40 other digits" in lines[4]
+    assert page.index("Calibration: the NLL") < page.index("<b>A curve with a gap") < page.index("<h2>Results")
     assert demo.settings().output_dir == "runs/demo"
 
 

@@ -1,9 +1,8 @@
-"""The acts of the demo: each gives a line to remember, the first two a figure as well."""
+"""The acts of the demo: each gives a line to remember, the first a figure as well."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,40 +12,37 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ntk_iterncgp.experiments.evaluation.compare import Comparison
-from ntk_iterncgp.experiments.evaluation.figures import svg
+from ntk_iterncgp.experiments.evaluation.figures import in_bounds, svg
 from ntk_iterncgp.experiments.evaluation.html import Opening
-from ntk_iterncgp.experiments.evaluation.links import entropy
-from ntk_iterncgp.experiments.evaluation.ood import ood_metrics
+from ntk_iterncgp.experiments.evaluation.novelty import TEST, Novelty
+from ntk_iterncgp.experiments.runs.evaluate import price_of
 from ntk_iterncgp.experiments.runs.fit import Fitted
 from ntk_iterncgp.experiments.runs.predictor import NetworkPredictor
 from ntk_iterncgp.experiments.runs.prepare import Setting
 
-BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
-RATE = 0.01  # of alarms among familiar inputs
+BLUE = "#0072B2"
 GAP = (-0.9, 0.9)  # of the curve's inputs
 
 Panel = tuple[str, str, str]  # title, one sentence, SVG
 
 
-def opening(setting: Setting, fitted: Fitted, comparison: Comparison) -> Opening:
+def opening(setting: Setting, fitted: Fitted, comparison: Comparison, found: Novelty | None) -> Opening:
     """Five lines that a person remembers, and two pictures.
 
     Args:
         setting: Of the run.
         fitted: The network's posterior; it has been compared, and learns the new digits at the end.
         comparison: The table.
+        found: What the detector makes of test inputs and others.
     """
-    assert isinstance(fitted.predictor, NetworkPredictor)
+    assert isinstance(fitted.predictor, NetworkPredictor) and found is not None
     la, x, y = fitted.predictor.la, *_whole(setting.data.test)
-    others = {name: _whole(data)[0] for name, data in setting.data.ood.items()}
     setting.log("A curve with a gap.")
     curve_line, curve_panel = curve(setting.config.seed)
-    setting.log("Turned digits and noise.")
-    detection_line, detection_panel = detection(la, x[::2], x[1::2], others)
-    lines = [curve_line, detection_line, calibration(comparison), cost(la, x, comparison)]
+    lines = [curve_line, detection(found), calibration(comparison), cost(la, x, comparison)]
     setting.log("New digits.")
     lines.append(new_data(la, (x[::2], y[::2]), x[1::2], float(fitted.report["seconds"])))
-    return Opening(lines, (curve_panel, detection_panel))
+    return Opening(lines, (curve_panel, found.panels()[0]))
 
 
 def _whole(data: Any) -> tuple[Tensor, Tensor]:
@@ -92,65 +88,44 @@ def curve(seed: int) -> tuple[str, Panel]:
         axes.set(ylim=(-3.4, 3.4), xlim=(-6.5, 6.5))
 
     line = (
-        f"A curve: the network alone is a line. Its posterior is ±{2 * at_data:.2f} at the data and ±{2 * in_gap:.2f} "
-        "in the gap between them."
+        f"A curve with a gap: the network alone is a line. Its posterior adds an uncertainty of ±{2 * at_data:.2f} at "
+        f"the data and ±{2 * in_gap:.2f} in the gap between them (two standard deviations)."
     )
-    sentence = "The network, and two standard deviations of its posterior without and with noise; a fit and no tuning."
+    sentence = "The network, and two standard deviations of its posterior without and with the noise of the data."
     return line, ("A curve with a gap", sentence, svg(draw))
 
 
 # --- 2. turned digits and noise, and probabilities --------------------------------------------------------------------
 
 
-def detection(la: Any, familiar: Tensor, test: Tensor, others: dict[str, Tensor]) -> tuple[str, Panel]:
-    """Tell unfamiliar inputs from test inputs, by the network's entropy and by a detector."""
-    detector = la.detector(familiar)
-
-    def doubt(x: Tensor) -> Tensor:
-        with torch.no_grad():
-            return entropy(la.model(x).double().softmax(1))
-
-    before = {name: ood_metrics(doubt(test), doubt(x)).auroc for name, x in others.items()}
-    scores = {name: detector.score(x) for name, x in {"test digits": test, **others}.items()}
-    after = {name: ood_metrics(scores["test digits"], scores[name]).auroc for name in others}
-    alarms = {name: float((detector.novelty.p_value(s) <= RATE).float().mean()) for name, s in scores.items()}
-
-    def draw(axes: Axes) -> None:
-        top = max(float(s.quantile(0.99)) for s in scores.values())
-        for (name, values), colour in zip(scores.items(), (BLUE, ORANGE, GREEN, "0.5"), strict=False):
-            axes.hist(
-                values.clamp(max=top).tolist(),
-                bins=30,
-                range=(0, top),
-                density=True,
-                color=colour,
-                alpha=0.5,
-                label=name,
-            )
-        axes.set(xlabel="novelty", yticks=[])
-        axes.legend()
-
-    found = "; ".join(f"{name} {before[name]:.2f} → {after[name]:.2f}" for name in others)
-    raised = ", ".join(f"{100 * alarms[name]:.0f} % of {name}" for name in others)
-    line = (
-        f"Detection without labels, AUROC by the network's entropy → by la.detector: {found}. Alarms at "
-        f"{100 * RATE:.0f} %: {100 * alarms['test digits']:.1f} % of test digits, {raised}."
+def detection(found: Novelty) -> str:
+    """Say how well unfamiliar inputs are told from test inputs, by the network's entropy and by the detector."""
+    alone = found.ways[0]
+    areas = ", ".join(
+        f"{name} {alone.metrics(name).auroc:.2f} → {found.detector.metrics(name).auroc:.2f}" for name in found.others
     )
-    return line, (
-        "Novelty",
-        "The detector's score of test digits and of inputs the network was not made for.",
-        svg(draw),
+    raised = ", ".join(f"{100 * found.alarms(name):.0f} % of {name}" for name in found.others)
+    return (
+        f"Unfamiliar inputs: AUROC by the network's entropy → by la.detector, which needs no labels and no examples of "
+        f"them: {areas}. Set to {100 * found.rate:.2g} % of false alarms, it raises an alarm at "
+        f"{100 * found.alarms(TEST):.1f} % of the test digits, {raised}."
     )
 
 
 def calibration(comparison: Comparison) -> str:
-    """Say what became of the network's confidence."""
+    """Say what became of the network's confidence, and whether temperature scaling does better."""
     alone, scaled, own = (comparison[name] for name in ("map", "temperature", "ours"))
-    apart = scaled.difference is not None and not scaled.difference.lower <= 0 <= scaled.difference.upper
+    assert scaled.difference is not None
+    if scaled.difference.lower > 0:
+        verdict = "worse, beyond chance"
+    elif scaled.difference.upper < 0:
+        verdict = "better, beyond chance"
+    else:
+        verdict = "the difference is within chance"
     return (
-        f"Calibration: NLL {alone.metrics.nll:.4f} → {own.metrics.nll:.4f} (temperature scaling "
-        f"{scaled.metrics.nll:.4f}{'' if apart else ': the same, within chance'}), ECE {alone.metrics.ece:.3f} → "
-        f"{own.metrics.ece:.3f} ({scaled.metrics.ece:.3f})."
+        f"Calibration: the NLL of the test digits is {alone.metrics.nll:.4f} by the network alone, "
+        f"{own.metrics.nll:.4f} by the posterior and {scaled.metrics.nll:.4f} by temperature scaling ({verdict}); the "
+        f"ECE {alone.metrics.ece:.3f}, {own.metrics.ece:.3f} and {scaled.metrics.ece:.3f}."
     )
 
 
@@ -159,34 +134,19 @@ def calibration(comparison: Comparison) -> str:
 
 def cost(la: Any, x: Tensor, comparison: Comparison) -> str:
     """Say what the fit and a prediction cost, beside other methods and the truth."""
-
-    def forward() -> None:
-        with torch.no_grad():
-            la.model(x)
-
-    passes = _fastest(lambda: la(x, link_approx="quadrature")) / _fastest(forward)
     own = comparison["ours"].fit_seconds
     others = [
-        f"{result.label.partition(' (')[0]} {result.fit_seconds / own:.2g} ×"
+        f"{result.label.partition(' (')[0]} {result.fit_seconds / own:.2g}"
         for result in comparison.results
         if result.name in ("kfac", "ella", "exact")
     ]
-    beside = f"; its seconds beside it: {', '.join(others)}" if others else ""
-    ratio = comparison.exact_ratio
-    near = (
-        "" if ratio is None else f" Variance {float(ratio.min()):.3f} to {float(ratio.max()):.3f} × exact, never below."
+    beside = f" Fits that took other times, as multiples of its seconds: {', '.join(others)}." if others else ""
+    ratio, price = comparison.exact_ratio, price_of(la, x)
+    near = "" if ratio is None else f" The variance is {in_bounds(ratio)}, as a multiple of the exact one."
+    return (
+        f"Cost: the fit takes {la.report_.epochs:.1f} epochs, and a prediction {price.milliseconds:.2g} ms or "
+        f"{price.passes:.0f} forward passes of this tiny network.{beside}{near}"
     )
-    price = f"A prediction: {passes:.0f} forward passes of a network this small."
-    return f"Cost: {la.report_.epochs:.1f} epochs for the fit{beside}. {price}{near}"
-
-
-def _fastest(work: Callable[[], object], repeats: int = 3) -> float:
-    seconds = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
 
 
 # --- 4. new digits ----------------------------------------------------------------------------------------------------
@@ -201,6 +161,7 @@ def new_data(la: Any, new: tuple[Tensor, Tensor], x: Tensor, fit_seconds: float)
     ratio = la.latent(x)[1].diagonal(dim1=1, dim2=2).sum(1) / before
     falls = int((ratio < 1).sum())
     return (
-        f"New data: {len(new[0])} more digits without the old ones, for {spent:.2g} × the time of the fit; the "
-        f"variance fell at {falls} of {len(x)} inputs, by {100 * (1 - float(ratio.median())):.0f} % in the median."
+        f"New data: la.update adds {len(new[0])} digits without the old ones, in {spent:.2g} times the seconds of the "
+        f"fit; the variance falls at {falls} of {len(x)} other digits, by {100 * (1 - float(ratio.median())):.0f} % in "
+        "the median."
     )

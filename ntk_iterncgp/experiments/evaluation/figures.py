@@ -20,6 +20,7 @@ from ntk_iterncgp.experiments.evaluation.compare import Comparison, Result
 from ntk_iterncgp.experiments.evaluation.metrics import reliability_curve
 from ntk_iterncgp.experiments.evaluation.ood import roc_curve
 from ntk_iterncgp.experiments.evaluation.uncertainty import risk_curve
+from ntk_iterncgp.posterior.convergence import Convergence
 
 STYLES: dict[str, tuple[str, str]] = {  # colour, dashes
     "map": ("#000000", ":"),
@@ -40,8 +41,16 @@ MARGINS = {"left": 0.15, "right": 0.97, "bottom": 0.15, "top": 0.96}  # a layout
 Draw = Callable[[Axes], None]
 
 
-def panels(comparison: Comparison, fit: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Title, one sentence, and SVG of every figure that these results can fill."""
+def panels(
+    comparison: Comparison, fit: Mapping[str, Any], convergence: Convergence | None = None
+) -> list[tuple[str, str, str]]:
+    """Title, one sentence, and SVG of every figure that these results can fill.
+
+    Args:
+        comparison: All methods.
+        fit: The report of the fit of IterNCGP.
+        convergence: What twice the actions would bring, where that is known.
+    """
     results = [result for result in comparison.results if result.name in SHOWN]
     found: list[tuple[str, str, Draw]] = [
         (
@@ -71,6 +80,8 @@ def panels(comparison: Comparison, fit: Mapping[str, Any]) -> list[tuple[str, st
                 lambda axes: information(axes, history),
             )
         )
+    if convergence is not None and convergence.fall is not None:
+        found.append(("Convergence", str(convergence), lambda axes: _convergence(axes, convergence)))
     if comparison.contraction:
         found.append(
             (
@@ -84,11 +95,19 @@ def panels(comparison: Comparison, fit: Mapping[str, Any]) -> list[tuple[str, st
         found.append(
             (
                 "Against the truth",
-                "The variance of IterNCGP over that of the exact posterior at the same prior: never below one.",
+                f"The variance of IterNCGP over that of the exact posterior at the same prior: {in_bounds(ratio)}.",
                 lambda axes: against_exact(axes, ratio),
             )
         )
     return [(title, sentence, svg(draw)) for title, sentence, draw in found]
+
+
+def in_bounds(ratio: Tensor) -> str:
+    """Say between which values a ratio to the exact variance lies, and whether it is below one, to these digits."""
+    least, most = float(ratio.min()), float(ratio.max())
+    below = int((ratio < 1 - 5e-4).sum())
+    count = "never below one" if below == 0 else f"below one at {below:,} of {len(ratio):,} inputs"
+    return f"{least:.3f} to {most:.3f}, {count}"
 
 
 def svg(draw: Draw) -> str:
@@ -184,6 +203,20 @@ def information(axes: Axes, history: Sequence[Mapping[str, Any]]) -> None:
     axes.plot(cost, captured, color=STYLES["ours"][0], marker="o", markersize=3, linewidth=1.3)
     axes.set(xlabel="epochs" if in_epochs else "products with the prior", ylabel="information captured (%, at least)")
     axes.set_ylim(bottom=0)
+
+
+def _convergence(axes: Axes, convergence: Convergence) -> None:
+    shown = {
+        "prior": convergence.prior_variance,
+        f"{convergence.num_actions} actions": convergence.variance,
+        f"{2 * convergence.num_actions} actions\n(estimated)": convergence.doubled_variance or 0.0,
+    }
+    colours = ("#999999", STYLES["ours"][0], "#56B4E9")
+    for place, (value, colour) in enumerate(zip(shown.values(), colours, strict=True)):
+        fraction = 100 * value / convergence.prior_variance
+        axes.bar(place, fraction, width=0.6, color=colour)
+        axes.annotate(f"{fraction:.3g}", (place, fraction), ha="center", va="bottom", fontsize=8)
+    axes.set(xticks=range(len(shown)), xticklabels=shown, ylabel="variance, % of that of the prior")
 
 
 def _contraction(axes: Axes, contraction: Mapping[str, Tensor]) -> None:

@@ -34,6 +34,11 @@ def cards(
     return [("Most certain test images", shown[:half]), ("Least certain test images", shown[half:])]
 
 
+def scored_card(image: Tensor, title: str, confidence: float, p_value: float) -> Card:
+    """An image with the confidence of the network alone and the p-value of the detector."""
+    return Card(_png(image), title, False, [("confidence", confidence), ("p-value", p_value)])
+
+
 def _card(p: Tensor, truth: int, image: Tensor, class_names: Sequence[str]) -> Card:
     top = p.argsort(descending=True)[:3].tolist()
     shown = top if truth in top else [*top[:2], truth]

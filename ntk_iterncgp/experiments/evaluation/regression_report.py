@@ -10,7 +10,7 @@ import torch
 from matplotlib.axes import Axes
 
 from ntk_iterncgp.experiments.config import RunConfig
-from ntk_iterncgp.experiments.evaluation.figures import STYLES, against_exact, information, svg
+from ntk_iterncgp.experiments.evaluation.figures import STYLES, against_exact, in_bounds, information, svg
 from ntk_iterncgp.experiments.evaluation.regression import RegressionComparison, RegressionResult
 from ntk_iterncgp.experiments.evaluation.report import PROTOCOLS, difference_column, verdict, what_was_run
 from ntk_iterncgp.experiments.evaluation.tables import Column, Table, number
@@ -83,7 +83,7 @@ def panels(comparison: RegressionComparison, fit: Mapping[str, Any]) -> list[tup
         found.append(("Information captured", sentence, svg(lambda axes: information(axes, history))))
     if comparison.exact_ratio is not None:
         ratio = comparison.exact_ratio
-        sentence = "The variance over that of the exact posterior at the same prior and noise: never below one."
+        sentence = f"The variance over that of the exact posterior at the same prior and noise: {in_bounds(ratio)}."
         found.append(("Against the truth", sentence, svg(lambda axes: against_exact(axes, ratio))))
     return found
 

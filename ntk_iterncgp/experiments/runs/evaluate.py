@@ -6,6 +6,7 @@ chosen once more by the protocol of the settings: all are on one footing, and no
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,17 @@ from ntk_iterncgp.experiments.evaluation import figures, regression_report, repo
 from ntk_iterncgp.experiments.evaluation.compare import LABELS, Comparison, compare_families, compare_network
 from ntk_iterncgp.experiments.evaluation.crossfit import folds_of
 from ntk_iterncgp.experiments.evaluation.families import Family, Tabulated, Tempered
-from ntk_iterncgp.experiments.evaluation.html import Opening, Page, as_html, cost_note, cost_table
-from ntk_iterncgp.experiments.evaluation.novelty import in_words, novelty
-from ntk_iterncgp.experiments.evaluation.pictures import cards
+from ntk_iterncgp.experiments.evaluation.html import (
+    DetectorSection,
+    Opening,
+    Page,
+    Price,
+    as_html,
+    cost_note,
+    cost_table,
+)
+from ntk_iterncgp.experiments.evaluation.novelty import TEST, Novelty
+from ntk_iterncgp.experiments.evaluation.pictures import Card, cards, scored_card
 from ntk_iterncgp.experiments.evaluation.regression import RegressionComparison
 from ntk_iterncgp.experiments.evaluation.stopwatch import Stopwatch
 from ntk_iterncgp.experiments.runs.fit import RESULTS, Fitted, fitted_to, save, saved_fit
@@ -34,9 +43,10 @@ from ntk_iterncgp.persistence.files import as_json, text_writer, write_together
 from ntk_iterncgp.runtime.memory import highest_bytes
 
 NUM_PICTURES = 6  # of the most certain test images, and of the least
+MOST_TIMED, REPEATS = 100, 3  # test inputs whose prediction is timed, and how often
 
 
-Opener = Callable[[Setting, Fitted, Comparison], Opening]
+Opener = Callable[[Setting, Fitted, Comparison, Novelty | None], Opening]
 
 
 def evaluate(
@@ -80,9 +90,13 @@ def _finish_classes(
 ) -> Comparison:
     comparison = _compare_classes(setting, fitted)
     table = report.results_table(comparison)
-    pictures, detector, data = _pictures(setting, comparison), fitted.predictor.detector, setting.data
-    found = None if detector is None else novelty(detector, data.test, data.ood, setting.config.data.batch_size)
-    verdict = report.verdict(comparison.results) + _as_saved(fitted) + ([] if found is None else [in_words(found)])
+    detector, data = fitted.predictor.detector, setting.data
+    found = None if detector is None else Novelty.of(detector, data.test, data.ood, setting.config.data.batch_size)
+    verdict = report.verdict(comparison.results) + _as_saved(fitted) + ([] if found is None else [found.in_words()])
+    pictures, convergence, price = _pictures(setting, comparison), None, None
+    if isinstance(fitted.predictor, NetworkPredictor):
+        x = _first_inputs(setting)
+        price, convergence = price_of(fitted.predictor.la, x), fitted.predictor.la.convergence(x)
     _finish(
         setting,
         fitted,
@@ -93,14 +107,15 @@ def _finish_classes(
             verdict=verdict,
             results=table,
             others=report.others_table(comparison),
-            panels=figures.panels(comparison, fitted.report),
+            panels=figures.panels(comparison, fitted.report, convergence),
             pictures=cards(comparison["ours"].probabilities, comparison.labels, pictures, setting.data.class_names),
             costs=cost_table(comparison.results),
-            cost_note=cost_note(_cost(setting), comparison.rows_seconds),
-            opening=None if opening is None else opening(setting, fitted, comparison),
+            cost_note=cost_note(_cost(setting), comparison.rows_seconds, fitted.report.get("epochs"), price),
+            detector=None if found is None else _detector_section(setting, found),
+            opening=None if opening is None else opening(setting, fitted, comparison, found),
         ),
         shown=report.on_screen(comparison),
-        numbers={**report.as_json(comparison), "novelty": found},
+        numbers={**report.as_json(comparison), "novelty": None if found is None else found.as_json()},
     )
     return comparison
 
@@ -165,6 +180,30 @@ def _about(setting: Setting, fitted: Fitted) -> dict[str, Any]:
     return {**about, "weights": num_weights(fitted.model)}
 
 
+def price_of(la: Any, x: Tensor) -> Price:
+    """Time a prediction of probabilities beside a forward pass of the network over the same inputs."""
+
+    def fastest(work: Callable[[], object]) -> float:
+        seconds = []
+        for _ in range(REPEATS):
+            started = time.perf_counter()
+            work()
+            seconds.append(time.perf_counter() - started)
+        return min(seconds)
+
+    def forward() -> None:
+        with torch.no_grad():
+            la.model(x)
+
+    own = fastest(lambda: la(x, link_approx="quadrature"))
+    return Price(1000 * own / len(x), own / fastest(forward), len(x))
+
+
+def _first_inputs(setting: Setting) -> Tensor:
+    test, device = setting.data.test, setting.device
+    return torch.stack([test[i][0] for i in range(min(MOST_TIMED, len(test)))]).to(device)  # type: ignore[arg-type]
+
+
 def _cost(setting: Setting) -> dict[str, Any]:
     seconds, threads = setting.log.seconds, torch.get_num_threads()
     return {"seconds": seconds, "peak_memory_bytes": highest_bytes(), "threads": threads}
@@ -206,9 +245,39 @@ def _cost_of_fit(fitted: Fitted) -> Stopwatch:
     return watch
 
 
+def _detector_section(setting: Setting, found: Novelty) -> DetectorSection:
+    """With the test images that are least familiar to the detector, and the other images that pass most easily."""
+    data, pictures = setting.data, []
+    if _shows_images(setting):
+        order = {name: p.argsort(stable=True).tolist() for name, p in found.p_values.items()}
+        labels = labels_of(data.test)
+        least = [
+            _scored(setting, found, TEST, place, str(data.class_names[int(labels[place])]))
+            for place in order[TEST][:NUM_PICTURES]
+        ]
+        passing = [
+            _scored(setting, found, name, place, name)
+            for name in found.others
+            for place in order[name][: -1 - NUM_PICTURES // len(found.others) : -1]
+        ]
+        pictures = [("Test images that are least familiar", least), ("Other images that pass most easily", passing)]
+    return DetectorSection(found.in_words(), found.table(), found.panels(), pictures)
+
+
+def _scored(setting: Setting, found: Novelty, name: str, place: int, title: str) -> Card:
+    data = setting.data.test if name == TEST else setting.data.ood[name]
+    image = setting.data.scaling.undo(data[place][0][None])[0].clamp(0, 1)
+    return scored_card(image, title, float(found.confidences[name][place]), float(found.p_values[name][place]))
+
+
+def _shows_images(setting: Setting) -> bool:
+    shape = setting.data.input_shape
+    return len(shape) == 3 and shape[0] in (1, 3)
+
+
 def _pictures(setting: Setting, comparison: Comparison) -> dict[int, Tensor]:
     """The most and the least certain test images, by their place among the scored inputs."""
-    if len(setting.data.input_shape) != 3 or setting.data.input_shape[0] not in (1, 3):
+    if not _shows_images(setting):
         return {}
     confidence = comparison["ours"].probabilities.max(1).values
     order, count = confidence.argsort(descending=True, stable=True).tolist(), NUM_PICTURES
