@@ -98,7 +98,7 @@ def _sizes(posterior: WeightPosterior, prior_precision: Tensor, noise_scale: Ten
         value = getattr(posterior, name)
         if tuple(value.shape) != shape:
             yield f"{name} of shape {shape}, but got {tuple(value.shape)}"
-        elif value.numel() and not all(map(math.isfinite, map(float, value.aminmax()))):  # no copy of the images
+        elif value.numel() and not all(map(math.isfinite, map(float, _as_stored(value).aminmax()))):
             yield f"finite numbers in {name}, but it holds NaN or infinity"
     diagonal = posterior.curvature_diagonal  # of decided data it is a difference of numbers that are nearly the same
     if len(diagonal) and float(diagonal.min()) < -1e-3 * max(float(diagonal.max()), SMALL):
@@ -106,6 +106,11 @@ def _sizes(posterior: WeightPosterior, prior_precision: Tensor, noise_scale: Ten
     for name, value in (("prior_precision", prior_precision), ("the noise scale", noise_scale)):
         if not bool((torch.isfinite(value) & (value > 0)).all()):
             yield f"{name} to be positive and finite, but it is not"
+
+
+def _as_stored(value: Tensor) -> Tensor:
+    """A matrix with its rows next to each other, as images are stored by columns: a reduction then makes no copy."""
+    return value.mT if value.ndim == 2 and value.mT.is_contiguous() else value
 
 
 def _matrices(posterior: WeightPosterior) -> Iterator[str]:

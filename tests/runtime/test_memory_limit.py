@@ -21,7 +21,7 @@ GIB = 2**30
 
 # Above and below what was said, after whatever is loaded on first use has been loaded.
 LIMITED = """
-import resource, warnings
+import ctypes, gc, resource, warnings
 warnings.filterwarnings("ignore")
 import torch
 from laplace import Laplace
@@ -40,6 +40,8 @@ def mapped():
 
 
 def attempt(name, said, run, share):
+    gc.collect()  # earlier attempts, which would be given back on the way
+    getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
     resource.setrlimit(resource.RLIMIT_AS, (mapped() + int(share * said), resource.RLIM_INFINITY))
     try:
         run()
