@@ -596,5 +596,5 @@ class NonConjugateGP(Shareable):
 
 def _fitted(found: T | None) -> T:
     if found is None:
-        raise RuntimeError("This NonConjugateGP has not been fitted yet. Call fit(X, y) first.")
+        raise RuntimeError("This NonConjugateGP must be fitted first; got one that has not been. Try fit(X, y).")
     return found

@@ -179,18 +179,24 @@ def _unfitted(
     """A GP with the settings of the one that was saved."""
     if kernel is None:
         if saved["kernels"] is None:
-            raise ValueError("its kernel is not one of this package. Pass it: kernel=...")
+            raise ValueError(
+                "`kernel` must be given, as that of the saved GP is not of this package; got None. Try "
+                "load(path, kernel=…)."
+            )
         found = [kernel_from_dict(described) for described in saved["kernels"]]
         kernel = found[0] if len(found) == 1 else found
     else:
         kernel = _with_hyperparameters(kernel, saved["hyperparameters"])
     if likelihood is None:
         if saved["likelihood"] is None:
-            raise ValueError("its likelihood is not one of this package. Pass it: likelihood=...")
+            raise ValueError(
+                "`likelihood` must be given, as that of the saved GP is not of this package; got None. Try "
+                "load(path, likelihood=…)."
+            )
         settings = dict(saved["likelihood"])
         name = settings.pop("likelihood")
         if name not in likelihoods.__all__ or name == "Likelihood":
-            raise ValueError(f"it describes no likelihood of this package: {name!r:.60}")
+            raise ValueError(f"the saved likelihood must be one of this package; got {name!r:.60}.")
         likelihood = getattr(likelihoods, name)(**settings)
     policy = saved["policy"] if policy is None else policy
     dtype = None if saved["dtype"] is None else {"float32": torch.float32, "float64": torch.float64}[saved["dtype"]]
@@ -214,8 +220,8 @@ def _with_hyperparameters(
 
 def _unknown_policy(state: State) -> Tensor:
     raise RuntimeError(
-        "The policy of this GP is not one of this package, so it was not saved. Pass it when loading: "
-        "NonConjugateGP.load(path, policy=...)."
+        "`policy` must be given to refine this GP, as its own is not of this package and was not saved; got None. Try "
+        "load(path, policy=…)."
     )
 
 

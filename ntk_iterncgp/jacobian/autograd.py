@@ -72,7 +72,10 @@ class Jacobian(NetworkJacobian):
         self.logits = logits
         chosen = params if params is not None else {n: p for n, p in model.named_parameters() if p.requires_grad}
         if not chosen:
-            raise ValueError("Expected at least one parameter that requires a gradient, but all are frozen.")
+            raise ValueError(
+                "`params` must have at least one parameter that requires a gradient; got none. Try "
+                "parameter.requires_grad_(True) for those that are to be uncertain."
+            )
         self._weights = {name: value.detach() for name, value in chosen.items()}  # as they are in the model
         first = next(iter(self._weights.values()))
         self.dtype, self.device = dtype or first.dtype, first.device

@@ -102,7 +102,10 @@ class Ordinal(OneLatent):
 
     def weight(self, latent: Tensor) -> Tensor:  # (N, 1)
         if self.targets is None:
-            raise RuntimeError("The curvature of Ordinal depends on the levels. Call given(targets) first.")
+            raise RuntimeError(
+                "The curvature of Ordinal must be asked of one bound to its levels, on which it depends; got one "
+                "without targets. Try given(targets).weight(latent)."
+            )
         upper, lower = self._ends(latent, self.targets)
         if self.link == "logit":
             weight = torch.sigmoid(upper) * torch.sigmoid(-upper) + torch.sigmoid(lower) * torch.sigmoid(-lower)

@@ -172,7 +172,10 @@ class NegativeBinomial(_Logistic):
 
     def _trials(self, latent: Tensor) -> Tensor:
         if self.targets is None:
-            raise RuntimeError("The curvature of NegativeBinomial depends on the counts. Call given(targets) first.")
+            raise RuntimeError(
+                "The curvature of NegativeBinomial must be asked of one bound to its counts, on which it depends; got "
+                "one without targets. Try given(targets).weight(latent)."
+            )
         return column(self.targets + 1 / self.dispersion, latent)
 
     def _shifted(self, latent: Tensor) -> Tensor:

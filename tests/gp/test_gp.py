@@ -257,7 +257,7 @@ def test_unfit_data_get_a_sentence_before_any_work(case: str, work: list[str]) -
     with pytest.raises(error, match=sentence):
         gp.fit(inputs, targets)
     assert work == []
-    with pytest.raises(RuntimeError, match="not been fitted yet"):
+    with pytest.raises(RuntimeError, match="must be fitted first"):
         gp.predict(x)
 
 
@@ -302,7 +302,7 @@ def test_a_policy_that_returns_no_actions_gets_a_sentence(policy: Callable[[Stat
 
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_questions_before_fitting_get_a_sentence(name: str) -> None:
-    with pytest.raises(RuntimeError, match=r"has not been fitted yet\. Call fit\(X, y\) first"):
+    with pytest.raises(RuntimeError, match=r"must be fitted first; got one that has not been\. Try fit\(X, y\)"):
         QUESTIONS[name](counter(), x)
 
 
@@ -318,7 +318,7 @@ def test_questions_before_fitting_get_a_sentence(name: str) -> None:
     ids=["refine", "report_", "posterior_", "log_evidence", "elbo"],
 )
 def test_what_comes_after_fitting_gets_a_sentence_before_it(ask: Callable[[NonConjugateGP], object]) -> None:
-    with pytest.raises(RuntimeError, match=r"has not been fitted yet\. Call fit\(X, y\) first"):
+    with pytest.raises(RuntimeError, match=r"must be fitted first; got one that has not been\. Try fit\(X, y\)"):
         ask(classifier())
 
 

@@ -218,7 +218,7 @@ def test_wrong_requests_are_refused_before_any_fit() -> None:
     for several in ("lengthscale", None):
         with pytest.raises(TypeError, match=rf"`fixed` must be a list of names; got {several!r}\. Try fixed=\["):
             gp.optimize(X, y, fixed=several)  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match="has not been fitted yet"):
+    with pytest.raises(RuntimeError, match="must be fitted first; got one that has not been"):
         _ = gp.report_
 
 

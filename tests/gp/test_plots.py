@@ -106,7 +106,7 @@ def test_misuse_gets_a_message_that_helps(monkeypatch: pytest.MonkeyPatch) -> No
         gp.plot_2d()
     with pytest.raises(ValueError, match="`what` must be 'mean' or 'std'; got 'var'"):
         gp.plot_2d(what="var")
-    with pytest.raises(RuntimeError, match="has not been fitted yet"):
+    with pytest.raises(RuntimeError, match="must be fitted first; got one that has not been"):
         NonConjugateGP(Matern52(), Gaussian(0.1)).plot_1d()
     two = NonConjugateGP(Matern52(), Gaussian(0.1, 2)).fit(X, torch.stack([wave, wave], 1))
     with pytest.raises(ValueError, match="must have one output to be plotted; got 2"):

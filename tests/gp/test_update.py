@@ -118,7 +118,7 @@ def test_an_update_that_was_killed_goes_on_with_the_same_numbers(
 
 def test_unfit_data_are_refused_and_change_nothing() -> None:
     y = LIKELIHOODS["softmax"][1]
-    with pytest.raises(RuntimeError, match="has not been fitted yet"):
+    with pytest.raises(RuntimeError, match="must be fitted first; got one that has not been"):
         made("softmax").update(X, y)
     gp = made("softmax").fit(X[:OLD], y[:OLD])
     before = gp.predict(x)
