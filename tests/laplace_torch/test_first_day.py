@@ -1,7 +1,8 @@
 """Ordinary tasks in float32: regression with little noise, weak priors, several outputs. Dense truth in float64.
 
-`linearised_truth` writes the posterior out by a singular value decomposition, which loses nothing where a variance is
-1e-12 of the prior's.
+All of them are small enough for policy="auto" to be exact, so actions are asked for by name: policy="clusters", unless
+a test says otherwise. `linearised_truth` writes the posterior out by a singular value decomposition, which loses
+nothing where a variance is 1e-12 of the prior's.
 """
 
 from copy import deepcopy
@@ -19,6 +20,7 @@ from torch.func import functional_call, jacrev
 from torch.utils.data import DataLoader, TensorDataset
 
 import ntk_iterncgp  # noqa: F401  registers the flavours
+from tests import oracles
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Task:
     y: Tensor
     new: Tensor
     classification: bool
+    subset: str = "all"
 
     def loader(self, dtype: torch.dtype) -> DataLoader:
         y = self.y if self.classification else self.y.to(dtype)
@@ -35,25 +38,25 @@ class Task:
 
     def laplace(self, model_dtype: torch.dtype, **settings: Any) -> Any:
         likelihood = "classification" if self.classification else "regression"
-        return Laplace(deepcopy(self.model).to(model_dtype), likelihood, "all", "iterncgp", **settings)
+        settings = {"policy": "clusters", **settings}
+        return Laplace(deepcopy(self.model).to(model_dtype), likelihood, self.subset, "iterncgp", **settings)
 
 
-def jacobian(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:  # (N, C, P), (N, C)
+def jacobian(model: nn.Module, x: Tensor, subset: str = "all") -> tuple[Tensor, Tensor]:  # (N, C, P), (N, C)
     exact = deepcopy(model).double()
     params = {name: value.detach() for name, value in exact.named_parameters()}
+    if subset == "last_layer":
+        params = dict(list(params.items())[-2:])  # its weight and its bias
     J = jacrev(lambda p: functional_call(exact, p, (x.double(),)))(params)
     return torch.cat([J[name].flatten(2) for name in params], 2).detach(), exact(x.double()).detach()
 
 
 def linearised_truth(task: Task, precision: float, sigma: float) -> tuple[Tensor, float]:
     """Exact variances (b, C) at new inputs, and log|I + W^{1/2} K W^{1/2}|."""
-    (J, f), new_J = jacobian(task.model, task.x), jacobian(task.model, task.new)[0]
-    if task.classification:
-        q = (f.log_softmax(1) / 2).exp()
-        eye = torch.eye(q.shape[1], dtype=torch.float64)
-        J = (torch.diag_embed(q) @ (eye - q[:, :, None] * q[:, None])).mT @ J
-    scaled = J.flatten(0, 1) / (precision**0.5 * (1.0 if task.classification else sigma))
-    _, values, vectors = torch.linalg.svd(scaled)
+    (J, f), (new_J, _) = (jacobian(task.model, x, task.subset) for x in (task.x, task.new))
+    root = oracles.curvature_root("softmax" if task.classification else "gaussian", f, sigma**2)
+    scaled = root.T @ J.flatten(0, 1) / precision**0.5
+    _, values, vectors = torch.linalg.svd(scaled, full_matrices=len(scaled) < scaled.shape[1])  # all right vectors
     gains = torch.zeros(len(vectors), dtype=torch.float64)
     gains[: len(values)] = values.square()
     z = new_J @ vectors.T / precision**0.5
@@ -70,12 +73,12 @@ def bounds(la: Any) -> tuple[float, float]:
 
 
 @st.composite
-def tasks(draw: st.DrawFn) -> tuple[Task, dict[str, float], int]:
+def tasks(draw: st.DrawFn, subset: str = "all") -> tuple[Task, dict[str, float], int]:
     """Networks, priors from 1e-4 to 1e4, noise from 0.01 to 3, confident classifiers; and a number of actions."""
     classification = draw(st.booleans())
     outputs = draw(st.integers(2, 4) if classification else st.integers(1, 3))
     features, width = draw(st.integers(1, 6)), draw(st.sampled_from([4, 12, 30]))
-    act, depth = draw(st.sampled_from([nn.Tanh, nn.ReLU])), draw(st.integers(0, 2))
+    act, depth = draw(st.sampled_from([nn.Tanh, nn.ReLU])), draw(st.integers(subset == "last_layer", 2))
     torch.manual_seed(draw(st.integers(0, 10_000)))
     sizes = [features, *[width] * depth, outputs]
     layers: list[nn.Module] = []
@@ -91,18 +94,22 @@ def tasks(draw: st.DrawFn) -> tuple[Task, dict[str, float], int]:
     hyper = {"prior_precision": 10 ** draw(st.floats(-4, 4))}
     if not classification:
         hyper["sigma_noise"] = 10 ** draw(st.floats(-2, 0.5))
-    return Task(model, x, y, new, classification), hyper, draw(st.sampled_from([10, 40, 200]))
+    return Task(model, x, y, new, classification, subset), hyper, draw(st.sampled_from([10, 40, 200]))
+
+
+SAME_ACTIONS = [("all", "clusters"), ("last_layer", "clusters"), ("all", "curvature_residual")]
 
 
 @pytest.mark.slow
-@settings(max_examples=25)
-@given(tasks())
-def test_float32_is_as_good_as_float64_and_both_are_bounds(drawn: tuple[Task, dict[str, float], int]) -> None:
-    task, hyper, num_actions = drawn
+@pytest.mark.parametrize(("subset", "policy"), SAME_ACTIONS)
+@settings(max_examples=15)
+@given(data=st.data())
+def test_float32_is_as_good_as_float64_and_both_are_bounds(subset: str, policy: str, data: st.DataObject) -> None:
+    task, hyper, num_actions = data.draw(tasks(subset))
     exact, log_determinant = linearised_truth(task, hyper["prior_precision"], hyper.get("sigma_noise", 1.0))
     found: dict[torch.dtype, list[tuple[Tensor, float]]] = {}
     for dtype in (torch.float32, torch.float64):
-        la = task.laplace(dtype, num_actions=num_actions, **hyper)
+        la = task.laplace(dtype, num_actions=num_actions, policy=policy, **hyper)
         loader, x = task.loader(dtype), task.new.to(dtype)
         la.fit(loader)
         steps = []
@@ -123,18 +130,23 @@ def test_float32_is_as_good_as_float64_and_both_are_bounds(drawn: tuple[Task, di
 
 
 @pytest.mark.slow
-@settings(max_examples=25)
-@given(tasks())
-def test_the_guarantee_holds_with_derivatives_in_float32(drawn: tuple[Task, dict[str, float], int]) -> None:
-    """As for networks too large for derivatives in float64."""
-    task, hyper, num_actions = drawn
+@pytest.mark.parametrize(("subset", "policy"), [*SAME_ACTIONS, ("last_layer", "curvature_residual")])
+@settings(max_examples=10)
+@given(data=st.data())
+def test_the_guarantee_holds_with_derivatives_in_float32(subset: str, policy: str, data: st.DataObject) -> None:
+    """As for networks too large for derivatives in float64. By products the actions are others than in float64: the
+    variance of the last layer has been 500 times that of the same fit in float64, but never below the exact one."""
+    task, hyper, num_actions = data.draw(tasks(subset))
     exact, log_determinant = linearised_truth(task, hyper["prior_precision"], hyper.get("sigma_noise", 1.0))
-    la = task.laplace(torch.float32, num_actions=num_actions, dtype=torch.float32, **hyper)
+    la = task.laplace(torch.float32, num_actions=num_actions, policy=policy, dtype=torch.float32, **hyper)
     loader = task.loader(torch.float32)
     la.fit(loader)
-    for _ in range(2):
+    before = torch.full_like(exact, torch.inf)
+    for _ in range(3):
         assert la.posterior.images.dtype == torch.float32
-        assert bool((variances(la, task.new) >= (1 - 2e-3) * exact).all())
+        variance = variances(la, task.new)
+        assert bool((variance >= (1 - 2e-3) * exact).all()) and bool((variance <= (1 + 1e-5) * before).all())
+        before = variance
         lower, upper = bounds(la)
         assert lower <= 1.001 * log_determinant + 1e-3 and upper >= 0.999 * log_determinant - 1e-3
         la.refine(loader, epochs=2)
@@ -159,7 +171,7 @@ def test_each_output_of_a_regression_is_within_half_of_the_exact_variance(
     """Where outputs are alike, and where their Jacobians are of sizes from 10^−spread to 10^spread."""
     task = regression_net(num_outputs, 10 ** torch.linspace(-spread, spread, num_outputs))
     exact, _ = linearised_truth(task, 1.0, 0.3)
-    la = task.laplace(torch.float32, sigma_noise=0.3, policy="clusters")
+    la = task.laplace(torch.float32, sigma_noise=0.3)
     la.fit(task.loader(torch.float32))
     ratios = variances(la, task.new) / exact
     assert bool((ratios >= 1 - 1e-6).all()) and la.posterior.rank <= 200
@@ -173,8 +185,9 @@ def test_the_evidence_of_several_outputs_picks_the_precision_of_the_exact_one() 
     la.fit(task.loader(torch.float32))
     la.optimize_prior_precision(method="marglik", prior_structure="scalar")
     grid = [10 ** (k / 10) for k in range(-20, 31)]
-    squares = float(la.mean.double().square().sum())
-    exact = max(grid, key=lambda d: -0.5 * (linearised_truth(task, d, 0.3)[1] + d * squares))
+    squares, J = float(la.mean.double().square().sum()), jacobian(task.model, task.x)[0].flatten(0, 1)
+    gains = torch.linalg.svdvals(J / 0.3).square()
+    exact = max(grid, key=lambda d: -0.5 * (float((gains / d).log1p().sum()) + d * squares))
     assert 0.6 <= float(la.prior_precision) / exact <= 1.7
 
 
@@ -224,7 +237,7 @@ def test_with_all_actions_the_evidence_is_exact(precision: float) -> None:
         x = torch.randn(40, 3)
         task = Task(model, x, torch.randint(3, (40,)), x[:3], classification=True)
         _, log_determinant = linearised_truth(task, precision, 1.0)
-        la = task.laplace(torch.float64, num_actions=80, prior_precision=precision, policy="clusters")
+        la = task.laplace(torch.float64, num_actions=80, prior_precision=precision)
         loader = task.loader(torch.float64)
         la.fit(loader)
         while la.report_.status != "exhausted":
