@@ -1,6 +1,10 @@
-"""Latent moments and predictions are differentiable in the inputs: against finite differences, for all kernels."""
+"""Latent moments and predictions are differentiable in the inputs: against finite differences, for all kernels.
+
+By products (where policy="auto" would be exact), and exact.
+"""
 
 from collections.abc import Callable
+from typing import Any
 
 import gpytorch
 import pytest
@@ -8,7 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from ntk_iterncgp import NonConjugateGP, likelihoods
-from ntk_iterncgp.kernels import RBF, Deep, FromGPyTorch, Kernel, Matern12, Matern32, Matern52
+from ntk_iterncgp.kernels import (
+    RBF,
+    Deep,
+    FromGPyTorch,
+    Kernel,
+    Linear,
+    Matern12,
+    Matern32,
+    Matern52,
+    Periodic,
+    RationalQuadratic,
+)
 
 N, B = 25, 3
 GENERATOR = torch.Generator().manual_seed(0)
@@ -26,6 +41,9 @@ KERNELS: dict[str, Kernel] = {
     "matern12": Matern12(0.8, 1.3),
     "matern32": Matern32([0.8, 1.1], 1.3),
     "matern52": Matern52(0.8, 1.3),
+    "periodic": Periodic(0.9, 1.3, [2.0, 3.0]),
+    "rational quadratic": RationalQuadratic([0.8, 1.1], 1.3, 0.7),
+    "linear": Linear([0.8, 1.3]),
     "sum": RBF(0.8) + Matern32(0.5),
     "product": RBF(0.8) * Matern12(2.0),
     "scaled": 2.0 * Matern52(0.6),
@@ -37,9 +55,15 @@ LIKELIHOODS: dict[str, tuple[likelihoods.Likelihood, Tensor]] = {
     "two outputs": (likelihoods.Gaussian(0.1, 2), torch.stack([WAVE, -WAVE], 1)),
     "bernoulli": (likelihoods.Bernoulli(), (WAVE > 0).double()),
     "poisson": (likelihoods.Poisson(), (2 * WAVE.exp()).round()),
+    "negative binomial": (likelihoods.NegativeBinomial(0.5), (2 * WAVE.exp()).round()),
+    "binomial": (likelihoods.Binomial(torch.full((N,), 6.0)), (3 + 2 * WAVE).round()),
+    "ordinal": (likelihoods.Ordinal(4), (1.5 + 1.4 * WAVE).round()),
     "two classes": (likelihoods.Softmax(2), (WAVE > 0).long()),
     "softmax": (likelihoods.Softmax(3), (WAVE > 0).long() + (X[:, 1] > 0).long()),
 }
+
+BUDGET: dict[str, dict[str, Any]] = {"curvature_residual": {"max_products": 8}, "exact": {}}
+policies = pytest.mark.parametrize("policy", BUDGET)
 
 
 def finite_differences(function: Callable[[Tensor], Tensor], at: Tensor, step: float = 1e-5) -> Tensor:
@@ -58,15 +82,23 @@ def gradients_agree(function: Callable[[Tensor], Tensor]) -> None:
     torch.testing.assert_close(gradient, slopes, rtol=1e-5, atol=1e-7)
 
 
+@policies
 @pytest.mark.parametrize("name", LIKELIHOODS)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_moments_have_the_gradients_of_finite_differences(kernel: str, name: str) -> None:
+def test_moments_have_the_gradients_of_finite_differences(kernel: str, name: str, policy: str) -> None:
     likelihood, y = LIKELIHOODS[name]
-    gp = NonConjugateGP(KERNELS[kernel], likelihood, max_products=8, policy="curvature_residual").fit(X, y)
+    gp = NonConjugateGP(KERNELS[kernel], likelihood, policy=policy, **BUDGET[policy]).fit(X, y)
     gradients_agree(lambda at: gp.latent(at)[0])
     gradients_agree(lambda at: gp.latent(at)[1])
     gradients_agree(lambda at: gp.latent(at, joint=True)[0])
     gradients_agree(lambda at: gp.latent(at, joint=True)[1])
+
+
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_so_have_predictions_of_the_exact_posterior(name: str) -> None:
+    likelihood, y = LIKELIHOODS[name]
+    gp = NonConjugateGP(RBF(0.8), likelihood, policy="exact").fit(X, y)
+    gradients_agree(gp.predict)
 
 
 @pytest.mark.parametrize("actions", ["joint", "kronecker", "a kernel each"])
