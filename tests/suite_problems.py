@@ -16,9 +16,11 @@ import ntk_iterncgp  # noqa: F401  registers the flavours
 from tests import oracles
 from tests.network_cases import dense_jacobian
 
-NUM_DATA, SIGMA, PRECISION = 18, 0.4, 1.3  # all outputs of 18 data are fewer than the default 200 actions: exact
+NUM_DATA, SIGMA, PRECISION = 18, 0.4, 1.3
+# The default is exact on all of these; groups of data, as many as there are outputs, hold all actions too.
+POLICIES: dict[str, dict[str, Any]] = {"auto": {}, "clusters": {"policy": "clusters", "num_actions": 3 * NUM_DATA}}
 FLAVOURS = ("all", "last_layer")
-LINKS = ("probit", "mc", "bridge", "bridge_norm", "quasi")
+LINKS = ("probit", "mc", "bridge", "bridge_norm", "quadrature")
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,13 @@ class Problem:
         la.fit(self.loader())
         return la
 
+    def with_all_actions(self, flavour: str, policy: str, **settings: Any) -> Any:
+        """Fitted with as many actions as the exact posterior has: in groups, `refine` adds the directions left."""
+        la = self.laplace(flavour, **POLICIES[policy], **settings)
+        while policy == "clusters" and la.report_.status != "exhausted":
+            la.refine(self.loader(), epochs=2)
+        return la
+
     @cache  # noqa: B019
     def jacobian(self, flavour: str, seed: int = 0) -> Tensor:  # (N, C, P)
         everything = dense_jacobian(self.model(), self.data(seed)[0])
@@ -91,6 +100,7 @@ PROBLEMS = [*REGRESSIONS, Problem("classification", 2), CLASSIFICATION]
 problems = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: f"{p.likelihood}-{p.num_outputs}")
 regressions = pytest.mark.parametrize("problem", REGRESSIONS, ids=lambda p: f"{p.num_outputs}-outputs")
 flavours = pytest.mark.parametrize("flavour", FLAVOURS)
+policies = pytest.mark.parametrize("policy", POLICIES)
 
 # What no hyperparameter may be.
 WRONG: dict[str, list[Any]] = {

@@ -28,6 +28,7 @@ from tests.suite_problems import (
     FLAVOURS,
     LINKS,
     NUM_DATA,
+    POLICIES,
     PRECISION,
     PROBLEMS,
     REGRESSIONS,
@@ -35,6 +36,7 @@ from tests.suite_problems import (
     NamedModel,
     Problem,
     flavours,
+    policies,
     problems,
     regressions,
 )
@@ -44,8 +46,11 @@ from tests.suite_problems import (
 
 @problems
 @flavours
-def test_moments_are_those_of_the_dense_posterior_and_of_the_full_laplace(problem: Problem, flavour: str) -> None:
-    la, full = problem.laplace(flavour), problem.laplace(flavour, "full")
+@policies
+def test_moments_are_those_of_the_dense_posterior_and_of_the_full_laplace(
+    problem: Problem, flavour: str, policy: str
+) -> None:
+    la, full = problem.with_all_actions(flavour, policy), problem.laplace(flavour, "full")
     x, J, covariance = problem.data(1)[0], problem.jacobian(flavour, 1), problem.covariance(flavour)
     mean, variance = la.predictive_moments(x)
     joint_mean, joint = la.predictive_moments(x, joint=True)
@@ -59,9 +64,15 @@ def test_moments_are_those_of_the_dense_posterior_and_of_the_full_laplace(proble
 
 @problems
 @flavours
+@policies
 @pytest.mark.parametrize("structure", ["scalar", "layerwise", "diag"])
-def test_evidence_is_that_of_the_oracle_for_any_prior_and_noise(problem: Problem, flavour: str, structure: str) -> None:
-    la, full = (problem.laplace(flavour, s, prior_mean=0.2) for s in ("iterncgp", "full"))
+def test_evidence_is_that_of_the_oracle_for_any_prior_and_noise(
+    problem: Problem, flavour: str, policy: str, structure: str
+) -> None:
+    la, full = (
+        problem.with_all_actions(flavour, policy, prior_mean=0.2),
+        problem.laplace(flavour, "full", prior_mean=0.2),
+    )
     size = {"scalar": 1, "layerwise": la.n_layers, "diag": la.n_params}[structure]
     precision = torch.linspace(0.5, 2.0, size).double()
     sigma = {"sigma_noise": torch.tensor(0.9).double()} if problem.is_regression else {}
@@ -74,8 +85,9 @@ def test_evidence_is_that_of_the_oracle_for_any_prior_and_noise(problem: Problem
 
 @problems
 @flavours
-def test_samples_follow_their_generator_and_not_the_likelihood(problem: Problem, flavour: str) -> None:
-    la, x = problem.laplace(flavour), problem.data(1)[0]
+@policies
+def test_samples_follow_their_generator_and_not_the_likelihood(problem: Problem, flavour: str, policy: str) -> None:
+    la, x = problem.with_all_actions(flavour, policy), problem.data(1)[0]
     for joint, kind in product([False, True], ["gp", "glm"]):
         latent, outputs = (
             draw(x, pred_type=kind, n_samples=9, joint=joint, generator=torch.Generator().manual_seed(5))
@@ -141,9 +153,10 @@ def test_what_is_no_prediction_is_refused(problem: Problem, flavour: str) -> Non
 
 @problems
 @flavours
+@policies
 @pytest.mark.parametrize("joint", [False, True])
-def test_gradients_reach_the_inputs(problem: Problem, flavour: str, joint: bool) -> None:
-    la = problem.laplace(flavour, enable_backprop=True)
+def test_gradients_reach_the_inputs(problem: Problem, flavour: str, policy: str, joint: bool) -> None:
+    la = problem.laplace(flavour, enable_backprop=True, **POLICIES[policy])
     x = problem.data(1)[0][:2].requires_grad_()
     assert torch.autograd.gradcheck(lambda x: la.predictive_moments(x, joint=joint), (x,), rtol=1e-5, atol=1e-7)
 
@@ -169,9 +182,11 @@ def test_mappings_are_fitted_and_predicted_as_tensors_are(problem: Problem, flav
 
 @problems
 @flavours
+@policies
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_answers_have_the_type_of_the_model(problem: Problem, flavour: str, dtype: torch.dtype) -> None:
-    la = Laplace(problem.model(dtype), problem.likelihood, flavour, "iterncgp", **problem.noise)
+def test_answers_have_the_type_of_the_model(problem: Problem, flavour: str, policy: str, dtype: torch.dtype) -> None:
+    settings = {**problem.noise, **POLICIES[policy]}
+    la = Laplace(problem.model(dtype), problem.likelihood, flavour, "iterncgp", **settings)
     la.fit(problem.loader(dtype=dtype))
     x = problem.data(1, dtype=dtype)[0]
     answers = [*la.predictive_moments(x), *la.predictive_moments(x, joint=True), la.sample(2), la.functional_samples(x)]
@@ -258,8 +273,9 @@ def test_a_last_layer_yet_to_be_found_shows_the_prior_that_it_was_given(size: in
 
 @pytest.mark.parametrize("problem", [REGRESSIONS[1], CLASSIFICATION], ids=["regression", "classification"])
 @flavours
-def test_the_evidence_is_maximised_as_the_oracle_is(problem: Problem, flavour: str) -> None:
-    la = problem.laplace(flavour)
+@policies
+def test_the_evidence_is_maximised_as_the_oracle_is(problem: Problem, flavour: str, policy: str) -> None:
+    la = problem.with_all_actions(flavour, policy)
     la.optimize_prior_precision(pred_type="gp", method="marglik", prior_structure="scalar", n_steps=150)
     values = torch.logspace(-2, 3, 51, dtype=torch.float64)
     best = max(float(problem.evidence(flavour, value.expand(la.n_params))) for value in values)
@@ -320,8 +336,11 @@ def test_validation_targets_are_read_as_a_fit_reads_them(flavour: str, method: s
 
 @problems
 @flavours
-def test_a_saved_posterior_is_plain_and_predicts_the_same(problem: Problem, flavour: str, tmp_path: Path) -> None:
-    la, x = problem.laplace(flavour), problem.data(1)[0]
+@policies
+def test_a_saved_posterior_is_plain_and_predicts_the_same(
+    problem: Problem, flavour: str, policy: str, tmp_path: Path
+) -> None:
+    la, x = problem.laplace(flavour, **POLICIES[policy]), problem.data(1)[0]
     la.optimize_prior_precision(n_steps=3)
     torch.save(la.state_dict(), tmp_path / "state.pt")
     state = torch.load(tmp_path / "state.pt", weights_only=True)
@@ -343,8 +362,9 @@ def test_a_saved_posterior_is_plain_and_predicts_the_same(problem: Problem, flav
 
 @problems
 @flavours
-def test_a_copy_predicts_from_its_own_inputs(problem: Problem, flavour: str) -> None:
-    la, x, others = problem.laplace(flavour), problem.data(1)[0], problem.data(2)[0]
+@policies
+def test_a_copy_predicts_from_its_own_inputs(problem: Problem, flavour: str, policy: str) -> None:
+    la, x, others = problem.laplace(flavour, **POLICIES[policy]), problem.data(1)[0], problem.data(2)[0]
     copied, expected = deepcopy(la), la.predictive_moments(x)
     la(others)  # what the original sees last is nothing to the copy
     for found, moments in zip(copied.predictive_moments(x), expected, strict=True):
