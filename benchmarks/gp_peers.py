@@ -1,9 +1,9 @@
 """Gaussian processes side by side, each with its own way of choosing hyperparameters; and counts beside a Poisson GLM.
 
     ntk-iterncgp bench gp_peers [--quick] [--json FILE] [--docs docs/gp-peers.md]
-    python -m benchmarks.gp_peers --sizes 1000 10000 100000 --only ours svgp
+    python -m benchmarks.gp_peers --sizes 1000 10000 100000 --only iterncgp svgp
 
-Regression and classification: ours (Matérn-5/2, hyperparameters by the evidence) beside scikit-learn's GPR and GPC,
+Regression and classification: IterNCGP (Matérn-5/2, hyperparameters by the evidence) beside scikit-learn's GPR and GPC,
 gpytorch's exact GP and its variational GP with inducing points (SVGP), all with the same family of kernel and the same
 standardised inputs. scikit-learn's bundled sets in full, and synthetic sets of the sizes asked for. Exact methods are
 left out where N is above their limit.
@@ -44,7 +44,7 @@ from ntk_iterncgp.likelihoods import Poisson
 from ntk_iterncgp.likelihoods.quadrature import line_points
 from ntk_iterncgp.sklearn import GPClassifier, GPPoissonRegressor, GPRegressor
 
-METHODS = ("ours", "sklearn", "exact", "svgp")
+METHODS = ("iterncgp", "sklearn", "exact", "svgp")
 LIMITS = {"sklearn": 2000, "exact": 3000}  # data, beyond which O(N³) takes minutes
 
 
@@ -129,7 +129,7 @@ def of_values(mean: np.ndarray, std: np.ndarray, y: Tensor) -> tuple[float, floa
 Fit = Callable[[Problem], Callable[[], tuple[float, float]]]  # fits; what it returns predicts and scores
 
 
-def ours(problem: Problem) -> Callable[[], tuple[float, float]]:
+def iterncgp(problem: Problem) -> Callable[[], tuple[float, float]]:
     X, y = (part.numpy() for part in problem.train)
     x, target = problem.test
     if problem.kind == "classes":
@@ -245,7 +245,7 @@ def svgp(problem: Problem, *, inducing: int = 500, epochs: int = 20, batch: int 
     return score
 
 
-FITS: dict[str, Fit] = {"ours": ours, "sklearn": sklearns, "exact": exact_gpytorch, "svgp": svgp}
+FITS: dict[str, Fit] = {"iterncgp": iterncgp, "sklearn": sklearns, "exact": exact_gpytorch, "svgp": svgp}
 
 
 def compare(problem: Problem, methods: list[str]) -> list[Row]:
@@ -304,7 +304,7 @@ def compare_counts(name: str, size: int, seed: int) -> list[Row]:
     gp = GPPoissonRegressor().fit(X, y).gp_
     seconds = time.perf_counter() - started
     mean, covariance = gp.latent(torch.tensor(x))
-    rows = [row("ours", mean[:, 0], covariance[:, 0, 0], seconds)]
+    rows = [row("iterncgp", mean[:, 0], covariance[:, 0, 0], seconds)]
     started = time.perf_counter()
     glm = GridSearchCV(PoissonRegressor(max_iter=500), {"alpha": [0.0, 1e-3, 1e-2, 0.1]}).fit(X, y)
     seconds = time.perf_counter() - started
@@ -331,11 +331,11 @@ def printed(title: str, rows: list[Row], score: str) -> None:
 PAGE = """# Gaussian processes beside other libraries
 
 One run of `python -m benchmarks.gp_peers{arguments}`, which writes this page. All have Matérn-5/2 kernels on the same
-standardised inputs, and choose their hyperparameters in their own way: `ours` by the exact Laplace evidence where that
-is affordable, else by a lower bound; `sklearn` by its GPC and GPR (up to {sklearn} data); `exact` is gpytorch's exact
-GP by 100 steps of Adam (up to {exact} data); `svgp` is gpytorch's variational GP with 500 inducing points. A quarter of
-the data is for testing. `time` is that of the fit and of the choice of hyperparameters, over ours. With one thread of a
-shared machine; times scatter by some tens of per cent.
+standardised inputs, and choose their hyperparameters in their own way: `iterncgp` by the exact Laplace evidence where
+that is affordable, else by a lower bound; `sklearn` by its GPC and GPR (up to {sklearn} data); `exact` is gpytorch's
+exact GP by 100 steps of Adam (up to {exact} data); `svgp` is gpytorch's variational GP with 500 inducing points. A
+quarter of the data is for testing. `time` is that of the fit and of the choice of hyperparameters, over IterNCGP's.
+With one thread of a shared machine; times scatter by some tens of per cent.
 
 {peers}
 ## Counts
@@ -351,7 +351,7 @@ def page(rows: list[Row], counts: list[Row], settings: argparse.Namespace, argum
     blocks = []
     for kind, score in (("classes", "accuracy"), ("values", "RMSE")):
         some = [row for row in rows if row.kind == kind]
-        own = {(row.problem, row.num_data): row for row in some if row.method == "ours"}
+        own = {(row.problem, row.num_data): row for row in some if row.method == "iterncgp"}
         lines = [f"| data | N | method | NLL | {score} | time |", "|---|---:|---|---:|---:|---:|"]
         for row in some:
             base = own.get((row.problem, row.num_data))
@@ -359,7 +359,7 @@ def page(rows: list[Row], counts: list[Row], settings: argparse.Namespace, argum
             numbers = row.note or f"{row.nll:.4f} | {row.score:.4f}"
             lines.append(f"| {row.problem} | {row.num_data:,} | {row.method} | {numbers} | {ratio} |")
         blocks.append("\n".join(lines) + "\n")
-    lines = ["| design | ours | GLM | mean count |", "|---|---:|---:|---:|"]
+    lines = ["| design | IterNCGP | GLM | mean count |", "|---|---:|---:|---:|"]
     for name in DESIGNS:
         means = {row.method: [r.nll for r in counts if (r.problem, r.method) == (name, row.method)] for row in counts}
         lines.append("| " + " | ".join([name, *(f"{np.mean(nll):.4f}" for nll in means.values())]) + " |")

@@ -96,7 +96,7 @@ def compared(config: RunConfig, setting: Setting) -> tuple[str, list[dict[str, A
     unit = min(epoch_seconds(model, loader), epoch_seconds(model, loader))
     warm_up(config, model, setting.data.train)
     watch, first = Stopwatch(time.process_time), make_flavour(config, model)
-    with watch("fit ours", memory=True):
+    with watch("fit iterncgp", memory=True):
         first.fit(loader)
     setting.log(f"IterNCGP: {first.report_}")
     found = compare_network(
@@ -145,7 +145,7 @@ def row_of(result: Result, unit: float) -> dict[str, Any]:
     return {
         "method": result.label,
         "nll": result.metrics.nll,
-        "nll less ours": None if difference is None else [difference.lower, difference.upper],
+        "nll less IterNCGP": None if difference is None else [difference.lower, difference.upper],
         "ece": result.metrics.ece,
         "brier": result.metrics.brier,
         "ood by entropy": {kind: other.by_entropy.auroc for kind, other in result.ood.items()},
@@ -173,7 +173,7 @@ def table(rows: list[dict[str, Any]]) -> list[list[str]]:
     headings += ["epochs", "MiB", *(f"variance / exact, {kind}" for kind in with_truth)]
     lines = [headings]
     for row in rows:
-        interval, peak = row["nll less ours"], row["peak bytes"]
+        interval, peak = row["nll less IterNCGP"], row["peak bytes"]
         areas = [[row[f"ood by {score}"][kind] for score in ("entropy", "doubt", "margin")] for kind in kinds]
         lines.append(
             [

@@ -5,10 +5,10 @@
 Small networks on digits, whose exact posterior is known, at prior precision 1. The share is that of the contraction of
 the variance at new inputs, summed over them, in percent, and a mean over seeds. Three kinds of actions:
 
-ours    `policy="clusters"`, one fit
+groups  `policy="clusters"`, one fit
 best    the B eigenvectors of JᵀWJ with the largest eigenvalues, the actions that contract the variance of the weights
         most: they need all of J, and nobody could afford them on a larger problem
-floor   what ours must get
+floor   what groups must get
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ def shares(network: str, seed: int, actions: Sequence[int]) -> dict[str, list[fl
     along = (J_new.flatten(0, 1) @ vectors).square().sum(0)
     contraction = (along * eigenvalues / (1 + eigenvalues)).flip(0).cumsum(0)  # the largest eigenvalues first
     prior, whole = float(along.sum()), float(contraction[-1])
-    found: dict[str, list[float]] = {"best": [100 * float(contraction[B - 1]) / whole for B in actions], "ours": []}
+    found: dict[str, list[float]] = {"best": [100 * float(contraction[B - 1]) / whole for B in actions], "groups": []}
     loader = DataLoader(TensorDataset(X, y), 128)
     for B in actions:
-        la = Laplace(model, "classification", "all", "iterncgp", num_actions=B, prior_precision=1.0)
+        la = Laplace(model, "classification", "all", "iterncgp", policy="clusters", num_actions=B, prior_precision=1.0)
         la.fit(loader, progress_bar=False)
         left = float(la.predictive_moments(new)[1].double().diagonal(dim1=1, dim2=2).sum())
-        found["ours"].append(100 * (prior - left) / whole)
+        found["groups"].append(100 * (prior - left) / whole)
     return found
 
 

@@ -67,14 +67,14 @@ def measured(name: str, num_inputs: int, quick: bool) -> dict[str, Any]:
         T = temperature_of(model(scaled(data, test[tuning])).double(), labels[tuning])
     found: dict[str, Any] = {"calibration": str(la.output_temperature), "temperature": float(T)}
     for strength in STRENGTHS:
-        p: dict[str, list[Tensor]] = {"network": [], "temperature": [], "ours": []}
+        p: dict[str, list[Tensor]] = {"network": [], "temperature": [], "iterncgp": []}
         for corrupt in CORRUPTIONS.values():
             for part in scaled(data, corrupt(test[plain], strength)).split(50):
                 with torch.no_grad():
                     outputs = model(part).double()
                 p["network"].append(outputs.softmax(1))
                 p["temperature"].append((outputs / T).softmax(1))
-                p["ours"].append(la(part, link_approx="quadrature").double())
+                p["iterncgp"].append(la(part, link_approx="quadrature").double())
         target = labels[plain].repeat(len(CORRUPTIONS))
         row: dict[str, Any] = {}
         losses = {}
@@ -84,11 +84,13 @@ def measured(name: str, num_inputs: int, quick: bool) -> dict[str, Any]:
             row[method] = {"NLL": metrics.nll, "ECE": metrics.ece, "accuracy": metrics.accuracy}
             each = -q.gather(1, target[:, None])[:, 0].clamp_min(1e-38).log()
             losses[method] = each.unflatten(0, (len(CORRUPTIONS), -1)).mean(0)
-        difference = bootstrap_difference(losses["ours"], losses["temperature"], num_resamples=1000, seed=0)
-        row["temperature less ours"] = [difference.lower, difference.upper]
+        difference = bootstrap_difference(losses["iterncgp"], losses["temperature"], num_resamples=1000, seed=0)
+        row["temperature less IterNCGP"] = [difference.lower, difference.upper]
         found[str(strength)] = row
         shown = "  ".join(f"{m} {r['NLL']:.4f} {r['ECE']:.4f} {r['accuracy']:.3f}" for m, r in list(row.items())[:3])
-        print(f"{strength}: {shown}  NLL of temperature less ours {difference.lower:+.4f} … {difference.upper:+.4f}")
+        print(
+            f"{strength}: {shown}  NLL of temperature less IterNCGP {difference.lower:+.4f} … {difference.upper:+.4f}"
+        )
     return found
 
 

@@ -33,7 +33,7 @@ def main(overrides: list[str]) -> None:
             raise
         print(f"{error}\nGoing on with scikit-learn's digits.\n")
         comparison = evaluate(load(None, [*STAND_IN, *SMALL, *overrides]))
-    iterncgp, scaled = comparison["ours"], comparison["temperature"]
+    iterncgp, scaled = comparison["iterncgp"], comparison["temperature"]
     print(f"\nNLL: IterNCGP {iterncgp.metrics.nll:.4f}, temperature scaling {scaled.metrics.nll:.4f}")
 
 

@@ -269,9 +269,9 @@ def test_shares_are_set_beside_the_best_that_so_many_actions_could_get(
     file = tmp_path / "shares.json"
     shares.main(["--quick", "--json", str(file)])
     (figures,) = json.loads(file.read_text()).values()
-    assert figures["best"] == sorted(figures["best"]) and figures["ours"] == sorted(figures["ours"])
-    for ours, best in zip(figures["ours"], figures["best"], strict=True):
-        assert 0.8 * best < ours < 100.01 and best < 100.01
+    assert figures["best"] == sorted(figures["best"]) and figures["groups"] == sorted(figures["groups"])
+    for groups, best in zip(figures["groups"], figures["best"], strict=True):
+        assert 0.8 * best < groups < 100.01 and best < 100.01
     assert len(capsys.readouterr().out.splitlines()) == 4
 
 
@@ -279,11 +279,11 @@ def test_shares_are_set_beside_the_best_that_so_many_actions_could_get(
 @pytest.mark.cli
 def test_the_benchmark_of_gps_prints_two_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "gp_peers.json"
-    gp_peers.main(["--quick", "--limit", "40", "--only", "ours", "sklearn", "--json", str(file)])
+    gp_peers.main(["--quick", "--limit", "40", "--only", "iterncgp", "sklearn", "--json", str(file)])
     written = json.loads(file.read_text())
-    assert {row["method"] for row in written["peers"]} == {"ours", "sklearn"}
+    assert {row["method"] for row in written["peers"]} == {"iterncgp", "sklearn"}
     assert {row["problem"] for row in written["counts"]} == set(gp_peers.DESIGNS)
-    assert {row["method"] for row in written["counts"]} == {"ours", "GLM", "mean count"}
+    assert {row["method"] for row in written["counts"]} == {"iterncgp", "GLM", "mean count"}
     assert all(row["nll"] == row["nll"] and not row["note"] for table in written.values() for row in table)
     assert capsys.readouterr().out.count("| data | N | method | NLL |") == 2
 

@@ -68,7 +68,7 @@ def test_the_configuration_runs_and_compares_ours_with_its_baselines(
     assert cli.main(["evaluate", str(path), *settings, "--output-dir", str(tmp_path)]) == 0
     results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     names = {method["name"] for method in results["methods"]}
-    assert {"map", "temperature", "ours"} <= names and all(0 < m["nll"] < 100 for m in results["methods"])
+    assert {"map", "temperature", "iterncgp"} <= names and all(0 < m["nll"] < 100 for m in results["methods"])
     assert {"report.html", "config.yaml", "posterior.safetensors"} <= {file.name for file in tmp_path.iterdir()}
 
 

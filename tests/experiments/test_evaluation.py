@@ -295,7 +295,7 @@ def test_detection_by_the_margin_is_the_flavours_own_at_the_precision_of_the_evi
     assert found.evidence_precision == float(best)
     la.prior_precision = float(best)
     margins = [la.uncertainty(part.tensors[0]).margin_variance for part in (test, far)]
-    margin = found["ours"].ood["far"].by_margin
+    margin = found["iterncgp"].ood["far"].by_margin
     assert margin is not None and margin == ood_metrics(*margins)
     assert found["prior"].ood["far"].by_margin != margin
     assert found["map"].ood["far"].by_margin is None

@@ -146,7 +146,7 @@ def test_a_refined_mean_of_a_classifier_keeps_the_precision_of_its_fit(folder: P
     assert cli.main(["evaluate", "run.yaml", *changes, "--output-dir", "out"]) == 0
     results = json.loads(Path("out", "results.json").read_text(encoding="utf-8"))
     methods = {method["name"]: method for method in results["methods"]}
-    assert methods["ours"]["hyperparameters"] == pytest.approx([2.7, 2.7]) and results["evidence_precision"] is None
+    assert methods["iterncgp"]["hyperparameters"] == pytest.approx([2.7, 2.7]) and results["evidence_precision"] is None
     assert len(set(methods["prior"]["hyperparameters"])) >= 1 and methods["prior"]["hyperparameters"] != [2.7, 2.7]
     code, log, precision = fit("data.task=regression", "data.train=targets.csv", *settings)
     assert code == 0 and precision != pytest.approx(2.7) and "by the NLL of 28 inputs held out" in log

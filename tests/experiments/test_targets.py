@@ -86,7 +86,7 @@ def test_the_noise_that_made_the_targets_is_found_and_covers_them() -> None:
     _, noise = tune(constant, targets, torch.arange(4000))
     assert math.sqrt(noise) == pytest.approx(0.3, rel=0.1)
     found = compare(
-        {"map": wrong, "ours": constant},
+        {"map": wrong, "iterncgp": constant},
         targets,
         folds("crossfit", 4000, validation_size=1, seed=0),
         start=(1.0, 0.1),
@@ -95,8 +95,8 @@ def test_the_noise_that_made_the_targets_is_found_and_covers_them() -> None:
         config=RunConfig(),
         unavailable={},
     )
-    assert found["ours"].metrics.coverage[0.9] == pytest.approx(0.9, abs=0.03)
-    assert found["ours"].metrics.rmse == pytest.approx(0.6, rel=0.05)  # in units of two
+    assert found["iterncgp"].metrics.coverage[0.9] == pytest.approx(0.9, abs=0.03)
+    assert found["iterncgp"].metrics.rmse == pytest.approx(0.6, rel=0.05)  # in units of two
     torch.testing.assert_close(found.targets, 5 + 2 * targets)
     assert found["map"].difference is not None and found["map"].difference.lower > 0
     assert len(NOISES) == 57
@@ -123,10 +123,10 @@ KERNEL = ("kernel.name=RBF", "kernel.lengthscale=5", "kernel.outputscale=1", "ke
 @pytest.mark.parametrize(
     ("settings", "methods"),
     [
-        (NETWORK, ["map", "prior", "exact", "ours"]),
-        ((*NETWORK, "data.held_out=0"), ["map", "prior", "exact", "ours"]),
-        (KERNEL, ["map", "ours"]),
-        ((*KERNEL, "kernel.optimize_steps=3"), ["map", "ours"]),
+        (NETWORK, ["map", "prior", "exact", "iterncgp"]),
+        ((*NETWORK, "data.held_out=0"), ["map", "prior", "exact", "iterncgp"]),
+        (KERNEL, ["map", "iterncgp"]),
+        ((*KERNEL, "kernel.optimize_steps=3"), ["map", "iterncgp"]),
     ],
     ids=["network", "by evidence", "kernel", "kernel, optimized"],
 )

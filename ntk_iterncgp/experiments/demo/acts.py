@@ -114,7 +114,7 @@ def detection(found: Novelty) -> str:
 
 def calibration(comparison: Comparison) -> str:
     """Say what became of the network's confidence, and whether temperature scaling does better."""
-    alone, scaled, own = (comparison[name] for name in ("map", "temperature", "ours"))
+    alone, scaled, own = (comparison[name] for name in ("map", "temperature", "iterncgp"))
     assert scaled.difference is not None
     if scaled.difference.lower > 0:
         verdict = "worse, beyond chance"
@@ -134,7 +134,7 @@ def calibration(comparison: Comparison) -> str:
 
 def cost(la: Any, x: Tensor, comparison: Comparison) -> str:
     """Say what the fit and a prediction cost, beside other methods and the truth."""
-    own = comparison["ours"].fit_seconds
+    own = comparison["iterncgp"].fit_seconds
     others = [
         f"{result.label.partition(' (')[0]} {result.fit_seconds / own:.2g}"
         for result in comparison.results

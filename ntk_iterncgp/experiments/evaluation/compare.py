@@ -1,6 +1,6 @@
 """All methods on the same footing: same network, same test inputs, same rows of J, same link, same tuning protocol.
 
-One sweep over the test inputs (and those of another kind) computes the rows of J, which every method looks at. Then
+One sweep over the test inputs (and the out-of-distribution ones) computes the rows of J, which every method uses. Then
 each method's hyperparameter is chosen by cross-fitting (`crossfit.py`), its probabilities are scored, and the
 difference of its NLL to that of IterNCGP gets a bootstrap interval.
 """
@@ -32,7 +32,7 @@ from ntk_iterncgp.jacobian.rows import DenseRows
 from ntk_iterncgp.posterior.tuning import ValidationPart
 from ntk_iterncgp.posterior.weight_space import WeightPosterior
 
-LABELS = {"map": "network as it is (MAP)", "temperature": "temperature scaling", "ours": "IterNCGP"}
+LABELS = {"map": "network as it is (MAP)", "temperature": "temperature scaling", "iterncgp": "IterNCGP"}
 LABELS |= {name: kind.label for name, kind in BASELINES.items()}
 TEMPERATURES = torch.logspace(-1, 1, 161, dtype=torch.float64)  # steps of 3 %
 
@@ -88,7 +88,7 @@ class Comparison:
     @property
     def exact_ratio(self) -> Tensor | None:
         """Our variance over the exact one at each test input."""
-        return self["ours"].exact_ratio.get("test")
+        return self["iterncgp"].exact_ratio.get("test")
 
 
 def precision_grid(config: RunConfig) -> Tensor:
@@ -113,15 +113,15 @@ def compare_network(
     is_refined = la.settings.mean == "refined"  # and then has the precision of its fit, which must be on the grid
     if is_refined:
         grid = torch.cat([grid, torch.tensor([start], dtype=grid.dtype)]).unique()
-    posteriors = {"ours": la.posterior, **(more or {})}
+    posteriors = {"iterncgp": la.posterior, **(more or {})}
     loader = DataLoader(data.train, config.data.batch_size)
     baselines, unavailable = _fit_baselines(model, loader, config, grid, watch, log, all_weights=_is_dense(la))
     sets: dict[str, Dataset[Any]] = {"test": data.test, **data.ood}
     sizes = {name: len(part) for name, part in sets.items()}  # type: ignore[arg-type]
     everything: DataLoader[Any] = DataLoader(ConcatDataset(list(sets.values())), config.data.batch_size)
     parts = _seen(la, everything, posteriors, baselines, watch, log)
-    outputs = torch.cat([part.outputs for part in parts["ours"]])
-    labels = torch.cat([part.targets for part in parts["ours"]])[: sizes["test"]]
+    outputs = torch.cat([part.outputs for part in parts["iterncgp"]])
+    labels = torch.cat([part.targets for part in parts["iterncgp"]])[: sizes["test"]]
     settings = config.evaluate
     families: dict[str, Family] = {}
     if "map" in settings.baselines:
@@ -129,7 +129,7 @@ def compare_network(
     if "temperature" in settings.baselines:
         families["temperature"] = Tempered(outputs, TEMPERATURES)
     families |= {name: kind.family(start, settings.link_samples) for name, kind in baselines.items()}
-    ours = {
+    iterncgp = {
         name: IterNCGP(
             posterior,
             parts[name],
@@ -141,13 +141,21 @@ def compare_network(
         )
         for name, posterior in posteriors.items()
     }
-    families |= ours
-    evident = ours["ours"].start if is_refined else _evident(la, grid)
+    families |= iterncgp
+    evident = iterncgp["iterncgp"].start if is_refined else _evident(la, grid)
     found = compare_families(
-        families, labels, sizes, config, log, watch=watch, unavailable=unavailable, prior=ours["ours"], evident=evident
+        families,
+        labels,
+        sizes,
+        config,
+        log,
+        watch=watch,
+        unavailable=unavailable,
+        prior=iterncgp["iterncgp"],
+        evident=evident,
     )
     found = replace(found, evidence_precision=None if is_refined else float(grid[evident]))
-    tuned = torch.tensor([found["ours"].values[0]], dtype=torch.float64, device=la.posterior.images.device)
+    tuned = torch.tensor([found["iterncgp"].values[0]], dtype=torch.float64, device=la.posterior.images.device)
     return replace(found, information=la.posterior.information_captured(tuned, la._noise_scale))
 
 
@@ -177,17 +185,17 @@ def compare_families(
         if results[-1].tuned.at_edge:
             values = " / ".join(f"{value:.3g}" for value in results[-1].values)
             log(f"  tuned to {values}, an end of the grid: at the upper one, its variance does not help here")
-    ours = next(result for result in results if result.name == "ours")
-    compared = [_with_difference(result, ours, settings, config.seed) for result in results]
+    iterncgp = next(result for result in results if result.name == "iterncgp")
+    compared = [_with_difference(result, iterncgp, settings, config.seed) for result in results]
     chosen = {"test": torch.arange(sizes["test"])} | {name: torch.cat(list(parts)) for name, parts in others.items()}
-    index, contraction = ours.tuned.indices[0], {}
+    index, contraction = iterncgp.tuned.indices[0], {}
     if prior is not None:
         contraction = {name: _contraction(prior, index, inputs) for name, inputs in chosen.items()}
     exact = families.get("exact")
     if isinstance(exact, Latent):
         truth = {name: _trace(exact, index, inputs) for name, inputs in chosen.items()}
         compared = [_with_ratio(result, families[result.name], index, chosen, truth) for result in compared]
-    scored = ours.tuned.scored
+    scored = iterncgp.tuned.scored
     return Comparison(compared, labels[scored], scored, unavailable, contraction, watch.seconds.get("rows", 0.0))
 
 
@@ -319,10 +327,10 @@ def _doubt(family: Family, tuned: Tuned, parts: list[Tensor]) -> Tensor | None:
     return torch.cat([part.cpu() for part in found if part is not None]) if found[0] is not None else None
 
 
-def _with_difference(result: Result, ours: Result, settings: EvaluateConfig, seed: int) -> Result:
-    if result.name == "ours":
+def _with_difference(result: Result, iterncgp: Result, settings: EvaluateConfig, seed: int) -> Result:
+    if result.name == "iterncgp":
         return result
-    difference = bootstrap_difference(ours.losses, result.losses, num_resamples=settings.bootstrap, seed=seed)
+    difference = bootstrap_difference(iterncgp.losses, result.losses, num_resamples=settings.bootstrap, seed=seed)
     return replace(result, difference=difference)
 
 
@@ -340,6 +348,6 @@ def _trace(family: Latent, index: int, chosen: Tensor) -> Tensor:  # (b,)
     return torch.cat([part.diagonal(dim1=1, dim2=2).sum(1) for part in parts]).cpu()
 
 
-def _contraction(ours: IterNCGP, index: int, chosen: Tensor) -> Tensor:  # (b,)
+def _contraction(iterncgp: IterNCGP, index: int, chosen: Tensor) -> Tensor:  # (b,)
     """Our variance over the prior's at each input: one where the data say nothing."""
-    return _trace(ours, index, chosen) / ours.prior_variance(index, chosen).cpu()
+    return _trace(iterncgp, index, chosen) / iterncgp.prior_variance(index, chosen).cpu()

@@ -3,7 +3,7 @@
     temperature        softmax(f / T)
     prior, SoD         cov(δ) = J Jᵀ/δ − Z diag(1/(δ(γ + δ))) Zᵀ
     exact, last layer, ELLA, KFAC    cov(δ) = Z diag(1/(λ + δ)) Zᵀ
-    ours               `ValidationPart`: J Jᵀ and J A at unit precision
+    iterncgp           `ValidationPart`: J Jᵀ and J A at unit precision
 
 The rows of J at an input are the expensive part, and all methods share them; afterwards a prior precision costs small
 products, so that all hyperparameters can be chosen by the same protocol (`crossfit.py`).

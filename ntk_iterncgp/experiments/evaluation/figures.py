@@ -31,10 +31,10 @@ STYLES: dict[str, tuple[str, str]] = {  # colour, dashes
     "sod": ("#D55E00", ":"),
     "ella": ("#F0E442", "--"),
     "exact": ("#009E73", "-"),
-    "ours": ("#0072B2", "-"),
+    "iterncgp": ("#0072B2", "-"),
 }
 FEWEST_PER_BIN = 5  # below this, the accuracy of a bin is mostly chance
-SHOWN = ("map", "temperature", "prior", "exact", "ours")  # more lines than these cannot be told apart
+SHOWN = ("map", "temperature", "prior", "exact", "iterncgp")  # more lines than these cannot be told apart
 SIZE = (4.3, 3.3)  # inches
 MARGINS = {"left": 0.15, "right": 0.97, "bottom": 0.15, "top": 0.96}  # a layout that looks for them draws twice
 
@@ -69,7 +69,7 @@ def panels(
             lambda axes: _risk(axes, results, comparison.labels),
         ),
     ]
-    for name in comparison["ours"].ood:
+    for name in comparison["iterncgp"].ood:
         found += _other_panels(name, results)
     history = [record for record in fit.get("history", []) if record.get("information_captured") is not None]
     if len(history) > 1:
@@ -145,7 +145,7 @@ def _reliability(axes: Axes, results: Sequence[Result], labels: Tensor) -> None:
 def _confidence(axes: Axes, results: Sequence[Result]) -> None:
     bins = np.linspace(0, 1, 21)
     for result in results:
-        if result.name in ("map", "ours"):
+        if result.name in ("map", "iterncgp"):
             colour = STYLES[result.name][0]
             values = result.probabilities.max(1).values.numpy()
             axes.hist(values, bins.tolist(), histtype="step", color=colour, linewidth=1.4, label=result.label)
@@ -167,12 +167,12 @@ def _risk(axes: Axes, results: Sequence[Result], labels: Tensor) -> None:
 
 def _other_panels(name: str, results: Sequence[Result]) -> list[tuple[str, str, Draw]]:
     def histogram(axes: Axes) -> None:
-        ours = next(result for result in results if result.name == "ours").ood[name]
-        top = float(max(ours.test_scores.max(), ours.other_scores.max()))
+        iterncgp = next(result for result in results if result.name == "iterncgp").ood[name]
+        top = float(max(iterncgp.test_scores.max(), iterncgp.other_scores.max()))
         bins = np.linspace(0, top, 31).tolist()
         for scores, colour, label in (
-            (ours.test_scores, "#0072B2", "test inputs"),
-            (ours.other_scores, "#D55E00", name),
+            (iterncgp.test_scores, "#0072B2", "test inputs"),
+            (iterncgp.other_scores, "#D55E00", name),
         ):
             axes.hist(scores.numpy(), bins, density=True, alpha=0.55, color=colour, label=label)
         axes.set(xlabel="entropy of IterNCGP (nats)", ylabel="density")
@@ -200,7 +200,7 @@ def information(axes: Axes, history: Sequence[Mapping[str, Any]]) -> None:
     in_epochs = all(record.get("epochs") is not None for record in history)
     cost = [record["epochs"] if in_epochs else record["num_products"] for record in history]
     captured = [100 * record["information_captured"] for record in history]
-    axes.plot(cost, captured, color=STYLES["ours"][0], marker="o", markersize=3, linewidth=1.3)
+    axes.plot(cost, captured, color=STYLES["iterncgp"][0], marker="o", markersize=3, linewidth=1.3)
     axes.set(xlabel="epochs" if in_epochs else "products with the prior", ylabel="information captured (%, at least)")
     axes.set_ylim(bottom=0)
 
@@ -211,7 +211,7 @@ def _convergence(axes: Axes, convergence: Convergence) -> None:
         f"{convergence.num_actions} actions": convergence.variance,
         f"{2 * convergence.num_actions} actions\n(estimated)": convergence.doubled_variance or 0.0,
     }
-    colours = ("#999999", STYLES["ours"][0], "#56B4E9")
+    colours = ("#999999", STYLES["iterncgp"][0], "#56B4E9")
     for place, (value, colour) in enumerate(zip(shown.values(), colours, strict=True)):
         fraction = 100 * value / convergence.prior_variance
         axes.bar(place, fraction, width=0.6, color=colour)
@@ -234,7 +234,7 @@ def against_exact(axes: Axes, ratio: Tensor) -> None:
     axes.axvline(1, color="0.4", linewidth=0.8)
     low, high = min(0.95, float(ratio.min())), float(ratio.max())
     bins = np.geomspace(low, max(high, 1.05), 31).tolist()
-    axes.hist(ratio.numpy(), bins, color=STYLES["ours"][0], alpha=0.7)
+    axes.hist(ratio.numpy(), bins, color=STYLES["iterncgp"][0], alpha=0.7)
     axes.set(xscale="log", xlabel="variance over the exact one", ylabel="test inputs")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter("{x:g}")

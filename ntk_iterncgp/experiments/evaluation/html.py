@@ -70,7 +70,7 @@ def _data_url(content: bytes, kind: str) -> str:
 
 def cost_table(results: Sequence[Any]) -> Table:
     """What each method took."""
-    own = next((result.fit_seconds for result in results if result.name == "ours"), 0.0)
+    own = next((result.fit_seconds for result in results if result.name == "iterncgp"), 0.0)
 
     def fit_mebibytes(result: Any) -> str:
         return "–" if result.fit_bytes is None else f"{result.fit_bytes / 2**20:,.0f}"

@@ -3,7 +3,7 @@
     map          N(f(x), σ²)
     prior        N(f(x), J Jᵀ/δ + σ²)
     exact        N(f(x), Z (λ/σ² + δ)⁻¹ Zᵀ + σ²), Z the rows of J in the eigenbasis of JᵀJ over the training data
-    ours         the fitted posterior at δ and σ²
+    iterncgp     the fitted posterior at δ and σ²
 
 Each method has the noise σ², and all but the first a prior precision δ. Both are chosen by the NLL, on targets that the
 method is not scored on (`crossfit.folds`): on a coarse grid, then around its best point.
@@ -40,7 +40,7 @@ LABELS = {
     "map": "constant noise (MAP)",
     "prior": "prior only",
     "exact": "exact linearised Laplace",
-    "ours": "IterNCGP",
+    "iterncgp": "IterNCGP",
 }
 
 
@@ -204,12 +204,12 @@ def compare(
 ) -> RegressionComparison:
     """Tune each method, score it in the units of the targets, and set its NLL beside that of IterNCGP."""
     results = {name: _scored(name, family, targets, folds, start, units) for name, family in families.items()}
-    ours, compared = results["ours"], []
+    iterncgp, compared = results["iterncgp"], []
     for name, result in results.items():
         difference = None
-        if name != "ours":
+        if name != "iterncgp":
             resamples = config.evaluate.bootstrap
-            difference = bootstrap_difference(ours.losses, result.losses, num_resamples=resamples, seed=config.seed)
+            difference = bootstrap_difference(iterncgp.losses, result.losses, num_resamples=resamples, seed=config.seed)
         compared.append(
             replace(
                 result,
@@ -221,9 +221,9 @@ def compare(
         )
     ratio = None
     if "exact" in families:
-        precision, std = ours.values[0]
+        precision, std = iterncgp.values[0]
         pair, everything = torch.tensor([precision, (std / units.std) ** 2]).double(), torch.arange(len(targets))
-        variances = [families[name].moments(pair[0], pair[1], everything)[1] for name in ("ours", "exact")]
+        variances = [families[name].moments(pair[0], pair[1], everything)[1] for name in ("iterncgp", "exact")]
         ratio = variances[0] / variances[1]
     y = units.value(targets[_scored_places(folds)])
     return RegressionComparison(compared, y, unavailable, ratio)

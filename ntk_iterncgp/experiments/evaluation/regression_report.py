@@ -34,7 +34,7 @@ def results_table(comparison: RegressionComparison) -> Table:
         Column("RMSE", lambda r: f"{r.metrics.rmse:.4g}", "Root mean squared error, in the units of the target.", min),
         Column("NLL", lambda r: f"{r.metrics.nll:.4f}", "The mean of −log p(target), in nats; lower is better.", min),
         difference_column(),
-        *(coverage(level) for level in comparison["ours"].metrics.coverage),
+        *(coverage(level) for level in comparison["iterncgp"].metrics.coverage),
         Column("width", lambda r: f"{r.width:.4g}", "The mean width of the 95 % interval: narrow, if it still covers."),
         Column(
             "tuned to",
@@ -74,7 +74,7 @@ def panels(comparison: RegressionComparison, fit: Mapping[str, Any]) -> list[tup
         (
             "Errors",
             "Errors against the standard deviation that IterNCGP reports; about 95 % should lie below the line.",
-            svg(lambda axes: _errors(axes, comparison["ours"], comparison)),
+            svg(lambda axes: _errors(axes, comparison["iterncgp"], comparison)),
         ),
     ]
     history = [record for record in fit.get("history", []) if record.get("information_captured") is not None]
@@ -102,18 +102,18 @@ def _coverage(axes: Axes, comparison: RegressionComparison) -> None:
 
 
 def _predictions(axes: Axes, comparison: RegressionComparison) -> None:
-    ours, some = comparison["ours"], slice(0, MOST_POINTS)
-    y, mean = comparison.targets[some], ours.mean[some]
-    spread = standard_normal_quantile(0.95) * ours.variance[some].sqrt()
-    axes.errorbar(y, mean, spread, fmt="o", color=STYLES["ours"][0], linewidth=0.6, markersize=2.5, alpha=0.6)
+    iterncgp, some = comparison["iterncgp"], slice(0, MOST_POINTS)
+    y, mean = comparison.targets[some], iterncgp.mean[some]
+    spread = standard_normal_quantile(0.95) * iterncgp.variance[some].sqrt()
+    axes.errorbar(y, mean, spread, fmt="o", color=STYLES["iterncgp"][0], linewidth=0.6, markersize=2.5, alpha=0.6)
     ends = [float(y.min()), float(y.max())]
     axes.plot(ends, ends, color="0.4", linewidth=0.8)
     axes.set(xlabel="target", ylabel="prediction")
 
 
-def _errors(axes: Axes, ours: RegressionResult, comparison: RegressionComparison) -> None:
-    std, errors = ours.variance.sqrt(), (comparison.targets - ours.mean).abs()
-    axes.plot(std, errors, "o", color=STYLES["ours"][0], markersize=2.5, alpha=0.5)
+def _errors(axes: Axes, iterncgp: RegressionResult, comparison: RegressionComparison) -> None:
+    std, errors = iterncgp.variance.sqrt(), (comparison.targets - iterncgp.mean).abs()
+    axes.plot(std, errors, "o", color=STYLES["iterncgp"][0], markersize=2.5, alpha=0.5)
     ends = torch.stack([std.min(), std.max()])
     axes.plot(ends, standard_normal_quantile(0.95) * ends, color="0.4", linewidth=0.8)
     axes.set(xlabel="standard deviation of IterNCGP", ylabel="error")
@@ -132,7 +132,7 @@ def as_json(comparison: RegressionComparison) -> dict[str, Any]:
                 "coverage": {f"{level:g}": fraction for level, fraction in r.metrics.coverage.items()},
                 "interval_width": r.width,
                 "hyperparameters": [{"prior_precision": d, "noise": s} for d, s in r.values],
-                "difference_to_ours": asdict(r.difference) if r.difference else None,
+                "difference_to_iterncgp": asdict(r.difference) if r.difference else None,
                 "fit_seconds": r.fit_seconds,
                 "predict_seconds": r.predict_seconds,
                 "fit_peak_bytes": r.fit_bytes,

@@ -61,7 +61,7 @@ def results_table(comparison: Comparison) -> Table:
 
 def others_table(comparison: Comparison) -> Table | None:
     """How well each method tells out-of-distribution inputs from test inputs; None where there are none."""
-    columns = [column for name in comparison["ours"].ood for column in _ood_columns(name)]
+    columns = [column for name in comparison["iterncgp"].ood for column in _ood_columns(name)]
     return Table(comparison.results, columns, {}) if columns else None
 
 
@@ -161,7 +161,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
                 "aurc": r.aurc,
                 "probit": asdict(r.probit) if r.probit else None,
                 "hyperparameters": r.values,
-                "difference_to_ours": asdict(r.difference) if r.difference else None,
+                "difference_to_iterncgp": asdict(r.difference) if r.difference else None,
                 "ood": {
                     name: {"entropy": asdict(o.by_entropy)}
                     | {

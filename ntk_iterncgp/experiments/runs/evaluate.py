@@ -108,7 +108,7 @@ def _finish_classes(
             results=table,
             others=report.others_table(comparison),
             panels=figures.panels(comparison, fitted.report, convergence),
-            pictures=cards(comparison["ours"].probabilities, comparison.labels, pictures, setting.data.class_names),
+            pictures=cards(comparison["iterncgp"].probabilities, comparison.labels, pictures, setting.data.class_names),
             costs=cost_table(comparison.results),
             cost_note=cost_note(_cost(setting), comparison.rows_seconds, fitted.report.get("epochs"), price),
             detector=None if found is None else _detector_section(setting, found),
@@ -215,7 +215,7 @@ def _compare_classes(setting: Setting, fitted: Fitted) -> Comparison:
         assert fitted.model is not None
         return compare_network(fitted.predictor.la, fitted.model, data, config, setting.log, watch=watch)
     sets = {"test": data.test, **data.ood}
-    with watch("see ours"):
+    with watch("see iterncgp"):
         inputs = torch.cat([flat_inputs(part, data.scaling, data.input_shape) for part in sets.values()])
         parts = latent_at(fitted.predictor, inputs, setting.log)
     mean, covariance = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -223,11 +223,11 @@ def _compare_classes(setting: Setting, fitted: Fitted) -> Comparison:
     families: dict[str, Family] = {
         "map": Tempered(mean, one),
         "temperature": Tempered(mean, torch.logspace(-1, 1, 161, dtype=torch.float64)),
-        "ours": Tabulated(mean, covariance[None], one, 1.0, config.evaluate.link_samples),
+        "iterncgp": Tabulated(mean, covariance[None], one, 1.0, config.evaluate.link_samples),
     }
     asked = config.evaluate.baselines
     unavailable = {LABELS[name]: ONLY_NETWORKS for name in asked if name not in families}
-    families = {name: family for name, family in families.items() if name in (*asked, "ours")}
+    families = {name: family for name, family in families.items() if name in (*asked, "iterncgp")}
     sizes = {name: len(part) for name, part in sets.items()}  # type: ignore[arg-type]
     labels = labels_of(data.test)
     names = LABELS | {"map": "the mean alone"}
@@ -239,9 +239,9 @@ def _compare_classes(setting: Setting, fitted: Fitted) -> Comparison:
 def _cost_of_fit(fitted: Fitted) -> Stopwatch:
     """What the fit cost is in its report, also where it was another command's."""
     watch, peak = Stopwatch(), fitted.report.get("peak_bytes")
-    watch.seconds["fit ours"] = float(fitted.report["seconds"])
+    watch.seconds["fit iterncgp"] = float(fitted.report["seconds"])
     if peak is not None:
-        watch.peak_bytes["fit ours"] = int(peak)
+        watch.peak_bytes["fit iterncgp"] = int(peak)
     return watch
 
 
@@ -279,7 +279,7 @@ def _pictures(setting: Setting, comparison: Comparison) -> dict[int, Tensor]:
     """The most and the least certain test images, by their place among the scored inputs."""
     if not _shows_images(setting):
         return {}
-    confidence = comparison["ours"].probabilities.max(1).values
+    confidence = comparison["iterncgp"].probabilities.max(1).values
     order, count = confidence.argsort(descending=True, stable=True).tolist(), NUM_PICTURES
     chosen = order[:count] + order[-count:] if len(order) >= 2 * count else order
     images = {}

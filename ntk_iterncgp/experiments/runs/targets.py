@@ -53,7 +53,7 @@ def compare_targets(
         families, start = _of_kernel(setting, predictor, watch), (1.0, predictor.noise_variance)
         about_weights = [name for name in config.evaluate.baselines if name in OFFERED and name not in families]
         unavailable |= {_label(name): ONLY_NETWORKS for name in about_weights}
-    wanted = {*config.evaluate.baselines, "ours"}
+    wanted = {*config.evaluate.baselines, "iterncgp"}
     targets = labels_of(setting.data.test)[:, 0].double()
     found = compare(
         {name: family for name, family in families.items() if name in wanted},
@@ -99,7 +99,7 @@ def _of_network(
     }
     if spectrum is not None:
         families["exact"] = Spectral(mean, torch.cat(Z), spectrum[1].cpu(), grid)
-    families["ours"] = IterNCGP(la.posterior, parts, grid, refined=la.settings.mean == "refined")
+    families["iterncgp"] = IterNCGP(la.posterior, parts, grid, refined=la.settings.mean == "refined")
     return families, unavailable
 
 
@@ -111,12 +111,12 @@ def _seen(
     loader: DataLoader[Any] = DataLoader(setting.data.test, setting.config.data.batch_size)
     rows: Any
     for rows, y in rows_at(la, loader, setting.log, written_out=basis is not None, watch=watch):
-        with watch("see ours"):
+        with watch("see iterncgp"):
             parts.append(ValidationPart.of(rows, la.posterior, shift, y))
         if basis is not None:
             with watch("see exact"):
                 Z.append((rows.jacobian[:, 0].double() @ basis).cpu())
-    for name in ("ours", *(["exact"] if basis is not None else [])):  # each would need them
+    for name in ("iterncgp", *(["exact"] if basis is not None else [])):  # each would need them
         watch.seconds[f"see {name}"] = watch.seconds.get(f"see {name}", 0.0) + watch.seconds.get("rows", 0.0)
     return parts, Z
 
@@ -145,8 +145,8 @@ def latent_at(predictor: Predictor, x: Tensor, say: Say) -> list[tuple[Tensor, T
 
 def _of_kernel(setting: Setting, predictor: Predictor, watch: Stopwatch) -> dict[str, GaussianFamily]:
     data = setting.data
-    with watch("see ours"):
+    with watch("see iterncgp"):
         x = flat_inputs(data.test, data.scaling, data.input_shape)
         parts = latent_at(predictor, x, setting.log)
     mean, variance = torch.cat([m[:, 0] for m, _ in parts]), torch.cat([c[:, 0, 0] for _, c in parts]).clamp_min(0)
-    return {"map": Fixed(mean, torch.zeros_like(variance)), "ours": Fixed(mean, variance)}
+    return {"map": Fixed(mean, torch.zeros_like(variance)), "iterncgp": Fixed(mean, variance)}
