@@ -137,7 +137,7 @@ def predict_cost(model: nn.Module, la: Any, images: Tensor, table: Table) -> Non
         dense = torch.randn(len(part) * la.n_outputs, jacobian.num_params)
         work: dict[str, Callable[[], object]] = {
             "forward": lambda: model(images),
-            "predict": lambda: la(images, link_approx="quasi"),
+            "predict": lambda: la(images, link_approx="quadrature"),
             "derivatives by activations": lambda: jacobian.rows(part, len(part), contrasts),
             "rows, times themselves": lambda: rows.products(A[:, :0], ones),
             "rows, times themselves and A": lambda: rows.products(A, ones),

@@ -88,7 +88,7 @@ def one_round(folder: Path) -> Iterator[Tensor]:
         la = Laplace(model, "classification", subset, "iterncgp", **settings)
         la.fit(loader)
         la.refine(loader, epochs=2)
-        before = la(X[:50], link_approx="quasi")
+        before = la(X[:50], link_approx="quadrature")
         file = folder / f"{subset}_{policy}.safetensors"
         save_posterior(file, la.state_dict(), model.state_dict(), settings)
         state, weights, about = load_posterior(file)
@@ -98,7 +98,7 @@ def one_round(folder: Path) -> Iterator[Tensor]:
         loaded.load_state_dict(state)
         saved, found = la.posterior.to_dict(), loaded.posterior.to_dict()
         same = all(torch.equal(found[name], value) for name, value in saved.items() if isinstance(value, Tensor))
-        if not same or not nearly(loaded(X[:50], link_approx="quasi"), before):
+        if not same or not nearly(loaded(X[:50], link_approx="quadrature"), before):
             raise AssertionError(f"A loaded posterior is expected to be the saved one, but '{file}' is another.")
         yield before
 

@@ -89,7 +89,7 @@ def contraction(la: Any, x: Tensor) -> float:
 
 
 def nll(la: Any, x: Tensor, y: Tensor) -> float:
-    return float(nn.functional.nll_loss(la(x, link_approx="quasi").log(), y))
+    return float(nn.functional.nll_loss(la(x, link_approx="quadrature").log(), y))
 
 
 def main(argv: list[str] | None = None) -> None:

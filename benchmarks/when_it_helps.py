@@ -208,7 +208,7 @@ def refined_mean(seed: int) -> dict[str, float]:
                 prior_precision=precision,
             )
             la.fit(loader)
-            found[f"{kind}, {precision:g}"] = float(nll(la(X_test, link_approx="quasi"), y_test).mean())
+            found[f"{kind}, {precision:g}"] = float(nll(la(X_test, link_approx="quadrature"), y_test).mean())
     return found
 
 

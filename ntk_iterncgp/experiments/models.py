@@ -229,7 +229,7 @@ def train(
 ) -> float:
     """Adam with a cosine schedule; returns the accuracy of the last epoch, or the root mean squared error.
 
-    The loss is cross-entropy for "classification", squared error for "regression". `say` is told how far it is.
+    The loss is cross-entropy for "classification", squared error for "regression". `say` gets reports of progress.
     """
     generator = torch.Generator().manual_seed(seed)
     loader = DataLoader(data, config.train_batch_size, shuffle=True, generator=generator)

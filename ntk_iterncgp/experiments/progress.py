@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def silent(line: str) -> None:
-    """Nobody is told."""
+    """Report nothing."""
 
 
 @final

@@ -263,7 +263,7 @@ class Detecting:
 
         Args:
             x: Held-out inputs of the kind that the network was trained for, not those that it was trained on: a tensor,
-                a mapping, or a loader (labels are not looked at). A thousand are enough; alarms at rate r are off by
+                a mapping, or a loader (labels are ignored). A thousand are enough; alarms at rate r are off by
                 about √(r/n). None: the detector that was made or loaded before.
             score: A name in `ntk_iterncgp.posterior.scores.SCORES`, "typicality", or several of them, which are
                 standardised and summed; "auto" combines those that hold up across networks.
@@ -292,7 +292,7 @@ class Detecting:
         on average over the inputs. It costs a forward and a backward pass for each, and no training data.
 
         Args:
-            x: Inputs: a tensor, a mapping, or a loader (labels are not looked at).
+            x: Inputs: a tensor, a mapping, or a loader (labels are ignored).
             prior_precision: At which precision; None: the current one. That of a detector is its `prior_precision`.
 
         Returns:

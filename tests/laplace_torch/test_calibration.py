@@ -56,7 +56,7 @@ def test_it_is_as_good_as_temperature_scaling_on_confident_and_on_cautious_netwo
     f, f_new, targets = la.model(net.new_x[:60]).double(), la.model(x).double(), net.new_y[:60]
     losses = torch.stack([nll_loss((f / T).log_softmax(1), targets) for T in temperatures])
     floor = nll_loss((f_new / temperatures[int(losses.argmin())]).log_softmax(1), y, reduction="none")
-    floor, ours = floor.detach(), nll_loss(la(x, link_approx="quasi").detach().double().log(), y, reduction="none")
+    floor, ours = floor.detach(), nll_loss(la(x, link_approx="quadrature").detach().double().log(), y, reduction="none")
     noise = float((ours - floor).std()) / math.sqrt(len(y))
     assert float((ours - floor).mean()) < 0.005 + 2 * noise
     assert found.output_temperature == la.output_temperature and found.family in FAMILIES
@@ -80,7 +80,7 @@ def test_the_losses_are_those_of_the_link(net: Digits) -> None:
     assert torch.allclose(table[2], nll_loss(plain, net.new_y[:60], reduction="none"), atol=1e-5)
 
 
-@pytest.mark.parametrize("ask", ["quasi", "probit", "uncertainty", "joint", "samples"])
+@pytest.mark.parametrize("ask", ["quadrature", "probit", "uncertainty", "joint", "samples"])
 def test_the_output_temperature_divides_the_latent_values_wherever_they_are_used(ask: str) -> None:
     """It is the same as a network whose outputs are divided by it, at a prior that keeps its covariance in step."""
     case = make_net(3)
@@ -89,7 +89,7 @@ def test_the_output_temperature_divides_the_latent_values_wherever_they_are_used
     x = case.near_and_far()
     mean, covariance = la.predictive_moments(x)
     asked: dict[str, Callable[[], Tensor]] = {
-        "quasi": lambda: la(x, link_approx="quasi"),
+        "quadrature": lambda: la(x, link_approx="quadrature"),
         "probit": lambda: la(x),
         "uncertainty": lambda: la.uncertainty(x).variance,
         "joint": lambda: la.predictive_moments(x, joint=True)[1],
@@ -115,7 +115,7 @@ def test_it_is_saved_and_earlier_files_mean_one(net: Digits) -> None:
     state, other = la.state_dict(), fitted(net, 4.0)
     other.load_state_dict(state)
     assert other.output_temperature == 1.7
-    assert torch.equal(other(net.new_x, link_approx="quasi"), la(net.new_x, link_approx="quasi"))
+    assert torch.equal(other(net.new_x, link_approx="quadrature"), la(net.new_x, link_approx="quadrature"))
     del state["output_temperature"]
     other.load_state_dict(state)
     assert other.output_temperature == 1.0

@@ -149,7 +149,7 @@ def test_a_refined_classifier_refuses_another_prior(subset: str, name: str, valu
     before, own = la.predictive_moments(x), getattr(la, name)
     asked: list[Any] = [
         lambda: la(x),
-        lambda: la(x, link_approx="quasi"),
+        lambda: la(x, link_approx="quadrature"),
         lambda: la.predictive_moments(x, joint=True),
         lambda: la.uncertainty(x),
         lambda: la.sample(2),

@@ -43,22 +43,22 @@ def test_the_quasi_random_link_is_as_good_as_ten_thousand_samples_on_digits(prec
         settings: dict[str, Any] = {"link": "mc", "num_samples": 10**4, "generator": generator}
         sampled += expected_response(Softmax(10), mean, covariance, **settings) / 4
     losses = {"mc": nll_loss(sampled.log(), net.new_y)}
-    for link in ("quasi", "probit"):
+    for link in ("quadrature", "probit"):
         losses[link] = nll_loss(la(net.new_x, link_approx=link).double().log(), net.new_y)
-    assert abs(float(losses["quasi"] - losses["mc"])) < 5e-4, losses
+    assert abs(float(losses["quadrature"] - losses["mc"])) < 5e-4, losses
     assert abs(float(losses["probit"] - losses["mc"])) > 2e-3, "or else this case is too easy"
 
 
 def test_the_link_is_deterministic_and_leaves_random_numbers_alone() -> None:
     case = make_net(3)
     la, x, state = fitted(case), case.near_and_far(), torch.get_rng_state()
-    first, second = la(x, link_approx="quasi"), la(x, pred_type="glm", link_approx="quasi")
+    first, second = la(x, link_approx="quadrature"), la(x, pred_type="glm", link_approx="quadrature")
     assert torch.equal(first, second) and torch.equal(torch.get_rng_state(), state)
     close(first.sum(1), torch.ones(len(x), dtype=torch.float64), 1e-12)
-    close(la(x[2:3], link_approx="quasi"), first[2:3], 1e-12)
-    assert not torch.equal(la(x, link_approx="quasi", n_samples=64), first)
+    close(la(x[2:3], link_approx="quadrature"), first[2:3], 1e-12)
+    assert not torch.equal(la(x, link_approx="quadrature", n_samples=64), first)
     with pytest.raises(ValueError, match=r"`n_samples` must be .*; got 0"):
-        la(x, link_approx="quasi", n_samples=0)
+        la(x, link_approx="quadrature", n_samples=0)
 
 
 @pytest.mark.parametrize("subset", ["all", "last_layer"])
@@ -68,15 +68,18 @@ def test_the_link_is_differentiable_in_the_inputs(subset: str, dtype: torch.dtyp
     case = make_net(3)
     la = fitted(case, dtype, subset=subset, enable_backprop=True, num_actions=1)
     x = case.near_and_far().to(dtype)[:3].requires_grad_()
-    loss = la(x, link_approx="quasi")[:, 0].sum()
+    loss = la(x, link_approx="quadrature")[:, 0].sum()
     (gradient,) = torch.autograd.grad(loss, x)
     with torch.no_grad():  # at the same points
-        assert float(la(x, link_approx="quasi")[:, 0].sum()) == pytest.approx(float(loss.detach()), rel=1e-5)
+        assert float(la(x, link_approx="quadrature")[:, 0].sum()) == pytest.approx(float(loss.detach()), rel=1e-5)
     assert bool(torch.isfinite(gradient).all()) and float(gradient.abs().min()) > 0
     if dtype == torch.float64:
         step, direction = 1e-5, torch.ones_like(x)
         along = torch.stack(
-            [la((x + s * direction).detach().requires_grad_(), link_approx="quasi")[:, 0].sum() for s in (step, -step)]
+            [
+                la((x + s * direction).detach().requires_grad_(), link_approx="quadrature")[:, 0].sum()
+                for s in (step, -step)
+            ]
         )
         slope = float((along[0] - along[1]).detach() / (2 * step))
         assert float((gradient * direction).sum()) == pytest.approx(slope, rel=1e-4)
@@ -95,8 +98,8 @@ def test_a_root_is_found_where_rounding_made_a_covariance_negative() -> None:
 def test_regression_has_no_link() -> None:
     case = make_net(3, likelihood="regression", num_outputs=2)
     la, x = fitted(case), case.near_and_far()
-    for quasi, plain in zip(la(x, link_approx="quasi"), la(x), strict=True):
-        assert torch.equal(quasi, plain)
+    for accurate, plain in zip(la(x, link_approx="quadrature"), la(x), strict=True):
+        assert torch.equal(accurate, plain)
 
 
 def test_many_inputs_are_taken_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

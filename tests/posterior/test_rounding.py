@@ -121,7 +121,7 @@ def test_inside_autocast_all_is_as_outside(subset: str) -> None:
             rows = torch.ones(1, 3, la.n_params)
             samples = la.sample(2, generator=torch.Generator().manual_seed(0))
             fitted.append(
-                [*la.predictive_moments(x), la.functional_variance(rows), la(x, link_approx="quasi"), samples]
+                [*la.predictive_moments(x), la.functional_variance(rows), la(x, link_approx="quadrature"), samples]
             )
     for outside, inside in zip(*fitted, strict=True):
         assert torch.equal(outside, inside)

@@ -95,7 +95,7 @@ def test_the_grid_picks_what_fifty_refits_would_pick_and_passes_the_validation_s
 ) -> None:
     case = net(likelihood)
     la, counted = fitted(case, cotangents=cotangents), Counted(held_out(case))
-    la.optimize_prior_precision(method="gridsearch", val_loader=counted.loader(), link_approx="quasi", **GRID)
+    la.optimize_prior_precision(method="gridsearch", val_loader=counted.loader(), link_approx="quadrature", **GRID)
     assert counted.count == len(counted.data)
     grid = torch.logspace(-2, 2.5, 50)
     losses = []

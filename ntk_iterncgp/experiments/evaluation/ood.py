@@ -1,8 +1,8 @@
-"""How well a score tells inputs of another kind from test inputs. Higher scores are meant to mean "another kind".
+"""How well a score tells out-of-distribution inputs from test inputs. Higher scores mean "out of distribution".
 
-AUROC   the chance that an input of the other kind scores higher than a test input; one half is guessing
-AUPR    average precision, the other kind being what is looked for; guessing gives its fraction
-FPR95   the fraction of the other kind that passes where the threshold lets 95 % of the test inputs pass
+AUROC   the chance that an out-of-distribution input scores higher than a test input; one half is guessing
+AUPR    average precision, out-of-distribution inputs being the positives; guessing gives their fraction
+FPR95   the fraction of out-of-distribution inputs that pass where the threshold lets 95 % of the test inputs pass
 """
 
 from __future__ import annotations

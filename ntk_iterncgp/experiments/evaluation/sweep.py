@@ -32,7 +32,7 @@ def rows_at(
     Args:
         la: A fitted flavour.
         loader: Pairs of inputs and targets.
-        say: Told how far it is, where stderr is no terminal.
+        say: Gets reports of progress, where stderr is no terminal.
         what: What these inputs are.
         written_out: With J itself, as `jacobian` (b, C, P), for methods that need it.
         watch: Gets the time that the rows took, as "rows".
