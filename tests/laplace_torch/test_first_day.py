@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ntk_iterncgp  # noqa: F401  registers the flavours
 from tests import oracles
+from tests.clusters_helpers import in_groups
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Task:
 
     def laplace(self, model_dtype: torch.dtype, **settings: Any) -> Any:
         likelihood = "classification" if self.classification else "regression"
-        settings = {"policy": "clusters", **settings}
+        settings = {**in_groups(settings), **settings}
         return Laplace(deepcopy(self.model).to(model_dtype), likelihood, self.subset, "iterncgp", **settings)
 
 

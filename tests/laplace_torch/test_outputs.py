@@ -34,12 +34,13 @@ def binary() -> tuple[nn.Module, Tensor, Tensor]:
     return model, x, (x[:, :1] > 0).float()  # targets as `BCEWithLogitsLoss` takes them
 
 
+@pytest.mark.parametrize("policy", ["auto", "clusters"])  # which is exact here, and groups with all actions
 @pytest.mark.parametrize("subset", ["all", "last_layer"])
 def test_a_network_with_one_logit_has_the_exact_posterior_of_a_bernoulli(
-    subset: str, binary: tuple[nn.Module, Tensor, Tensor]
+    subset: str, policy: str, binary: tuple[nn.Module, Tensor, Tensor]
 ) -> None:
     model, x, y = binary
-    la = Laplace(model, "classification", subset, "iterncgp", num_actions=40)
+    la = Laplace(model, "classification", subset, "iterncgp", num_actions=40, policy=policy)
     la.fit(DataLoader(TensorDataset(x, y), batch_size=5))
     weights = list((model if subset == "all" else model[2]).parameters())
     outputs = model(x)

@@ -24,7 +24,7 @@ PRECISION, NOISE = torch.tensor([PRIOR_PRECISION], dtype=torch.float64), torch.o
 
 
 def fitted(net: Net, rows: range, dtype: torch.dtype = torch.float64, **settings: Any) -> Any:
-    la = net.laplace(dtype, **{"num_actions": 3, **settings})
+    la = net.laplace(dtype, **{"policy": "clusters", "num_actions": 3, **settings})
     la.dtype = dtype  # of derivatives, too
     la.fit(DataLoader(Subset(net.dataset(dtype), rows), batch_size=4))
     return la
