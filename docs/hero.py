@@ -36,41 +36,44 @@ def trained(sizes: tuple[int, ...], X: Tensor, y: Tensor, steps: int, weight_dec
 
 
 def two_moons(path: Path) -> None:
-    """The network alone, its last layer's posterior, and that of all of its weights; precisions by the evidence."""
+    """The network alone, its last layer's posterior, and that of all weights; both precisions by the evidence."""
     inputs, labels = make_moons(400, noise=0.15, random_state=0)
     X, y = torch.as_tensor(inputs, dtype=torch.float32), torch.as_tensor(labels)
     model, loader = trained((2, 32, 32, 2), X, y, 400), DataLoader(TensorDataset(X, y), batch_size=100)
-    side = torch.linspace(-6, 7, 300), torch.linspace(-5.5, 6, 270)
-    grid = torch.cartesian_prod(*side)
+    fine, coarse = torch.linspace(-9.5, 10.5, 900), torch.linspace(-9.5, 10.5, 120)
+    grid = torch.cartesian_prod(coarse, coarse)
     with torch.no_grad():
-        panels = [("network alone", model(grid).softmax(1))]
-    for title, weights, structure in (("last layer only", "last_layer", "full"), ("all weights", "all", "iterncgp")):
-        la: Any = Laplace(model, "classification", weights, structure)
+        panels = [("network alone", fine, model(torch.cartesian_prod(fine, fine)).softmax(1))]
+    for title, weights in (("last-layer Laplace", "last_layer"), ("IterNCGP, all weights", "all")):
+        la: Any = Laplace(model, "classification", weights, "iterncgp")
         la.fit(loader)
-        la.optimize_prior_precision(method="marglik", prior_structure="scalar", pred_type="glm", link_approx="probit")
-        print(title, float(la.prior_precision.mean()))
-        panels.append(
-            (title, torch.cat([la(part, pred_type="glm", link_approx="probit") for part in grid.split(9000)]))
-        )
-    figure = Figure(figsize=(9, 2.9), dpi=300, layout="constrained")
+        la.optimize_prior_precision(method="marglik", prior_structure="scalar")
+        with torch.no_grad():
+            parts = [la(part, link_approx="quadrature") for part in grid.split(3000)]
+            panels.append((title, coarse, torch.cat(parts)))
+        at_data = la(X, link_approx="quadrature").amax(1).median()
+        print(f"{title}: precision {float(la.prior_precision):.3g}, median confidence at the data {float(at_data):.2f}")
+    figure = Figure(figsize=(9, 3.1), dpi=300, layout="constrained")
     axes = figure.subplots(1, 3, sharey=True)
-    for panel, (title, probabilities) in zip(axes, panels, strict=True):
-        values = probabilities.detach().max(1).values.reshape(len(side[0]), -1).T
+    for panel, (title, side, probabilities) in zip(axes, panels, strict=True):
+        values = probabilities.max(1).values.reshape(len(side), -1).T
+        print(f"{title}: confidence above 0.9 on {float((values > 0.9).float().mean()):.0%} of the area")
         shown = panel.imshow(
             values,
-            extent=(*side[0][[0, -1]].tolist(), *side[1][[0, -1]].tolist()),
+            extent=2 * (float(side[0]), float(side[-1])),
             origin="lower",
             cmap="cividis",
             vmin=0.5,
             vmax=1,
-            interpolation="bilinear",
-            aspect="auto",
+            interpolation="bicubic",
         )
-        for label, colour in ((0, "#D55E00"), (1, "#FFFFFF")):
-            panel.scatter(*X[y == label].T, s=2, color=colour, linewidths=0)
+        panel.contour(side, side, values, levels=[0.9], colors="white", linewidths=0.8)
+        for label, colour in ((0, "#D55E00"), (1, "#56B4E9")):
+            panel.scatter(*X[y == label].T, s=1.5, color=colour, linewidths=0)
         panel.set(xticks=[], yticks=[])
         panel.set_title(title, **STYLE)
-    figure.colorbar(shown, ax=axes, label="confidence", ticks=[0.5, 0.75, 1])
+    bar = figure.colorbar(shown, ax=axes, label="confidence", ticks=[0.5, 0.7, 0.9, 1])
+    bar.ax.axhline(0.9, color="white", linewidth=0.8)
     figure.savefig(path)
 
 
@@ -88,20 +91,24 @@ def curve(path: Path) -> None:
         optimizer.zero_grad()
         (-la.log_marginal_likelihood(log_prior.exp(), log_sigma.exp())).backward()
         optimizer.step()
-    print("curve", float(la.prior_precision), float(la.sigma_noise))
+    print(f"curve: precision {la.prior_precision.item():.3g}, noise {la.sigma_noise.item():.3g}")
     grid = torch.linspace(-7, 7, 500)[:, None]
     mean, variance = (part.detach().flatten() for part in la(grid))
     total = (variance + float(la.sigma_noise) ** 2).sqrt()
     figure = Figure(figsize=(9, 2.7), dpi=300, layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     for panel, title in ((left, "network alone"), (right, "with its posterior: two standard deviations")):
-        panel.plot(grid, mean, color="#0072B2", linewidth=1.5, zorder=3)
-        panel.scatter(X, y, s=6, color="black", linewidths=0, zorder=4)
+        panel.plot(grid, mean, color="#0072B2", linewidth=1.5, zorder=3, label="network")
+        panel.scatter(X, y, s=6, color="black", linewidths=0, zorder=4, label="data")
         panel.set(ylim=(-3.2, 3.2), xlim=(-7, 7), yticks=[-2, 0, 2])
         panel.set_title(title, **STYLE)
         panel.spines[["top", "right"]].set_visible(False)
-    for spread, alpha in ((variance.sqrt(), 0.35), (total, 0.18)):
-        right.fill_between(grid[:, 0], mean - 2 * spread, mean + 2 * spread, color="#0072B2", alpha=alpha, linewidth=0)
+    for spread, alpha, label in ((variance.sqrt(), 0.35, "of the curve"), (total, 0.18, "with the noise")):
+        band = mean - 2 * spread, mean + 2 * spread
+        right.fill_between(grid[:, 0], *band, color="#0072B2", alpha=alpha, linewidth=0, label=label)
+    left.legend(fontsize=8, frameon=False, loc="upper left")
+    bands = right.get_legend_handles_labels()
+    right.legend(bands[0][2:], bands[1][2:], fontsize=8, frameon=False, loc="lower center")
     figure.savefig(path)
 
 
