@@ -328,7 +328,8 @@ CASES = [
     Case("DistilBert, LoRA", partial(adapted, "DistilBert", targets=["q_lin", "v_lin"]), texts),
     Case("GPT-2", partial(hugging_face, "GPT2"), texts),
     Case("GPT-2, LoRA", partial(adapted, "GPT2", targets=["c_attn"]), texts),
-    Case("Llama", partial(hugging_face, "Llama", num_key_value_heads=2), texts),
+    *(Case(kind, partial(hugging_face, kind, num_key_value_heads=2), texts) for kind in ("Llama", "Mistral", "Qwen2")),
+    Case("Llama, LoRA", partial(adapted, "Llama", targets=["q_proj", "v_proj"]), texts),
     Case("ViT", partial(hugging_face, "ViT", "ImageClassification"), pixels),
     Case("ViT, LoRA", partial(adapted, "ViT", "ImageClassification", targets=["q_proj", "v_proj"]), pixels),
     Case("torch.compile", lambda: torch.compile(mlp()), vectors),  # type: ignore[arg-type, return-value]

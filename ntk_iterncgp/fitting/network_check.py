@@ -330,8 +330,9 @@ def _visit(
         )
         for stale in found.stale:
             stale.fill_(True)
-    for x in found.visited:
-        _check_adjoint(network, x, found)
+    error = max((_adjoint_error(network, x) for x in found.visited), default=0.0)
+    if not error <= allowed:
+        found.told.append(_derivatives_differ(error, jacobian.dtype))
 
 
 def outputs_of(clusters: Clusters, jacobian: NetworkJacobian, rows: Tensor, x: Inputs) -> Tensor:
@@ -359,8 +360,8 @@ def _some_groups(done: Pass, max_data: int, generator: torch.Generator) -> Tenso
     return shuffled[counts[shuffled].cumsum(0) <= max_data].sort().values
 
 
-def _check_adjoint(network: LinearisedNetwork, x: Inputs, found: Findings) -> None:
-    """Reverse mode summed over a batch, as in sweeps, against rows of J, as in predictions."""
+def _adjoint_error(network: LinearisedNetwork, x: Inputs) -> float:
+    """Reverse mode summed over a batch, as in sweeps, against rows of J, as in predictions: the relative error."""
     jacobian, generator = network.jacobian, torch.Generator().manual_seed(1)
     with torch.no_grad():
         rows = rows_at(network, x)
@@ -373,11 +374,19 @@ def _check_adjoint(network: LinearisedNetwork, x: Inputs, found: Findings) -> No
         right = float((v.double() * product).sum())
         unit = torch.ones(jacobian.num_params, dtype=torch.float64, device=v.device)
         scale = float(v.double().norm() * rows.covariance(unit).diagonal(dim1=1, dim2=2).sum().sqrt())
-    if not abs(left - right) <= network_rounding(jacobian.dtype) * scale:
-        found.told.append(
-            f"the model's derivatives to agree between sweeps and predictions, but (Jᵀv)ᵀt = {left:.6g} and "
-            f"vᵀ(J t) = {right:.6g}"
-        )
+    return abs(left - right) / scale if left != right else 0.0
+
+
+def _derivatives_differ(error: float, dtype: torch.dtype) -> str:
+    """A message of its own, for what no second fit would mend."""
+    is_single = dtype == torch.float64 and error <= network_rounding(torch.float32)
+    advice = ". Try it without operations whose gradient is not that of their value (a custom autograd.Function)."
+    if is_single:
+        advice = ", as if it computed in float32 inside. Try dtype=torch.float32."
+    return (
+        f"`model` must have derivatives that agree to {network_rounding(dtype):.0e} between sweeps (reverse mode of a "
+        f"batch) and predictions (input by input); got a relative difference of {error:.0e}{advice}"
+    )
 
 
 @torch.no_grad()

@@ -101,7 +101,11 @@ class SelfCheckError(RuntimeError):
 
 
 def refusal(problems: Iterable[str]) -> str:
-    """What to say of a posterior that is not handed out."""
+    """What to say of a posterior that is not handed out; a problem that names its own remedy is the message."""
+    problems = list(problems)
+    named = [problem for problem in problems if problem.endswith(".")]
+    if named:
+        return named[0]
     return (
         f"The self-check expected {'; and '.join(problems)}. This posterior is not to be trusted, and was not kept. "
         "See that data, kernel and model stay as they are while a fit runs and that products have their full "

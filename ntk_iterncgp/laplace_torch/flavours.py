@@ -17,6 +17,7 @@ from ntk_iterncgp.data.fixed_order import FirstBatch, FixedOrderData, Inputs, Pr
 from ntk_iterncgp.fitting.network import EXACT
 from ntk_iterncgp.jacobian.autograd import Jacobian, arguments, as_outputs, derivative_dtype
 from ntk_iterncgp.jacobian.last_layer import LastLayerJacobian
+from ntk_iterncgp.jacobian.narrowing import Narrowing
 from ntk_iterncgp.jacobian.rows import NetworkJacobian
 from ntk_iterncgp.laplace_torch.base import IterNCGPLaplace
 from ntk_iterncgp.laplace_torch.hyperparameters import CheckedHyperparameters
@@ -53,9 +54,12 @@ class IterNCGPAllLaplace(CheckedHyperparameters, IterNCGPLaplace):
         if dtype == jacobian.dtype:
             return jacobian, None
         other = Jacobian(self.model, dtype=dtype, logits=self._logits(self.dict_key_y))
+        narrowing = Narrowing()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), narrowing:
                 outputs = other.forward(x)
+            if self.dtype is None and narrowing.is_seen:  # in float64 it would have the digits of float32
+                return self._in_single_precision(jacobian)
             if outputs.dtype == dtype:
                 other.vjp(slice_rows(x, slice(0, 1), len(outputs)), outputs[:1, :, None])
                 return other, outputs
@@ -71,6 +75,12 @@ class IterNCGPAllLaplace(CheckedHyperparameters, IterNCGPLaplace):
                 f"Try dtype=None, or let the model create its own tensors in the dtype of its inputs."
             )
         return jacobian, None
+
+    def _in_single_precision(self, jacobian: Jacobian) -> tuple[Jacobian, None]:
+        """Derivatives in float32; of a model in half precision too."""
+        if jacobian.dtype == torch.float32:
+            return jacobian, None
+        return Jacobian(self.model, dtype=torch.float32, logits=self._logits(self.dict_key_y)), None
 
     def _jacobian_at(self, x: Inputs) -> tuple[NetworkJacobian, Inputs]:
         dtype = self.posterior.dtype
