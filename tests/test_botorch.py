@@ -8,8 +8,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 pytest.importorskip("botorch", reason="needs botorch (extra `botorch`)")
 
-from botorch.acquisition import LogExpectedImprovement, qLogExpectedImprovement
+from botorch.acquisition import LogExpectedImprovement, qKnowledgeGradient, qLogExpectedImprovement
 from botorch.optim import optimize_acqf
+from botorch.sampling import SobolQMCNormalSampler
 
 from ntk_iterncgp import NonConjugateGP, kernels, likelihoods
 from ntk_iterncgp.botorch import GPModel, LaplaceModel
@@ -150,3 +151,71 @@ def test_an_acquisition_function_on_a_network() -> None:
 def test_a_network_must_be_differentiable_in_its_inputs() -> None:
     with pytest.raises(ValueError, match=r"`la` must be differentiable .* enable_backprop=True"):
         LaplaceModel(network(enable_backprop=False))
+
+
+ONE = NEW[:, :1]  # three batches of one point
+
+
+@pytest.mark.parametrize("num_outputs", [1, 2])
+def test_each_fantasy_is_the_posterior_given_it(num_outputs: int) -> None:
+    model = GPModel(regression(num_outputs))
+    sampler = SobolQMCNormalSampler(torch.Size([4]), seed=0)
+    fantasies = model.fantasize(NEW, sampler)
+    assert fantasies.batch_shape == (4, 3) and fantasies.num_outputs == num_outputs
+    observed = sampler(model.posterior(NEW, observation_noise=True))  # (4, 3, 2, C)
+    found = fantasies.posterior(ONE)
+    assert found.mean.shape == (4, 3, 1, num_outputs)
+    for s, b in ((0, 0), (3, 2)):
+        given = model.condition_on_observations(NEW[b], observed[s, b])  # a fit of all data
+        expected = given.posterior(ONE[b])
+        torch.testing.assert_close(found.mean[s, b], expected.mean, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found.variance[s, b], expected.variance, rtol=1e-4, atol=1e-7)
+    again = fantasies.fantasize(ONE, SobolQMCNormalSampler(torch.Size([2]), seed=1))  # of a fantasy
+    assert again.posterior(ONE).mean.shape == (2, 4, 3, 1, num_outputs)
+
+
+def test_batches_of_observations_are_a_model_each() -> None:
+    model, values = GPModel(regression()), torch.ones(3, 2, 1, dtype=torch.float64)
+    found = model.condition_on_observations(NEW, values).posterior(ONE)
+    for b in range(3):
+        expected = model.condition_on_observations(NEW[b], values[b]).posterior(ONE[b])
+        torch.testing.assert_close(found.mean[b], expected.mean, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match=r"`X` and `Y` must have the shapes \(…, n, d\) and \(…, n, 1\)"):
+        model.condition_on_observations(NEW, values[..., 0])
+
+
+@pytest.mark.parametrize("kind", ["gp", "network"])
+def test_knowledge_gradient_can_be_climbed(kind: str) -> None:
+    model = GPModel(regression()) if kind == "gp" else LaplaceModel(network())
+    acquisition = qKnowledgeGradient(model, num_fantasies=3)
+    points = torch.rand(2, 4, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    assert torch.autograd.gradcheck(acquisition, points.requires_grad_())
+    bounds = torch.tensor([[0.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
+    candidate, value = optimize_acqf(acquisition, bounds, q=1, num_restarts=2, raw_samples=4, options={"maxiter": 3})
+    assert candidate.shape == (1, 2) and bool(value.isfinite())
+
+
+def test_a_network_given_fantasies_is_less_uncertain_there_and_its_mean_moves() -> None:
+    model = LaplaceModel(network())
+    fantasies = model.fantasize(NEW, SobolQMCNormalSampler(torch.Size([4]), seed=0))
+    before, after = model.posterior(NEW), fantasies.posterior(NEW)
+    assert bool((after.variance < before.variance).all())
+    assert float((after.mean - before.mean).abs().min()) > 0
+    mean = LaplaceModel(network(mean="refined")).posterior(NEW).mean
+    assert mean.shape == before.mean.shape
+
+
+def test_some_outputs_are_a_model() -> None:
+    model = GPModel(regression(2))
+    second = model.subset_output([1])
+    assert second.num_outputs == 1
+    torch.testing.assert_close(second.posterior(NEW).mean, model.posterior(NEW).mean[..., 1:])
+    expected = model.posterior(NEW, output_indices=[1], observation_noise=True).variance
+    torch.testing.assert_close(second.posterior(NEW, observation_noise=True).variance, expected)
+    assert second.fantasize(ONE, SobolQMCNormalSampler(torch.Size([2]), seed=0)).batch_shape == (2, 3)
+
+
+def test_fantasies_of_counts_are_refused() -> None:
+    counts = NonConjugateGP(kernels.RBF(0.5), likelihoods.Poisson()).fit(X, torch.ones(12))
+    with pytest.raises(ValueError, match="fantasies need Gaussian observations"):
+        GPModel(counts).fantasize(NEW, SobolQMCNormalSampler(torch.Size([2]), seed=0))
