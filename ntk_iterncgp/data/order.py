@@ -327,22 +327,24 @@ class FixedBatches:
             return iter(self.iterable)
 
 
-def in_fixed_order(loader: DataLoader[Any] | Sequence[Any]) -> FixedBatches | Sequence[Any]:
+def in_fixed_order(loader: DataLoader[Any] | Iterable[Any]) -> FixedBatches | Sequence[Any]:
     """The batches of a loader, the same on every sweep.
 
     Args:
-        loader: A torch DataLoader, or a sequence of batches.
+        loader: A torch DataLoader, a sequence of batches, or another iterable that gives the same batches each time
+            it is walked, as WebDataset's loaders do. Batches that come without a number are counted in a first walk.
 
     Returns:
         A re-iterable that knows its length: the sequence itself where that is a list or a tuple.
     """
     if not isinstance(loader, DataLoader):
-        if not isinstance(loader, Sequence):
+        if not isinstance(loader, Iterable) or isinstance(loader, (Iterator, Tensor, np.ndarray, Mapping, str)):
             raise TypeError(
-                f"The training data must be a torch DataLoader or a list of batches, to be swept several times; "
-                f"got {type(loader).__name__}. Try list(batches)."
+                f"The training data must be a torch DataLoader, a list of batches, or an iterable that gives the same "
+                f"batches each time it is walked, for they are swept several times; got {type(loader).__name__}. "
+                "Try list(batches)."
             )
-        return _nonempty(loader if isinstance(loader, (list, tuple)) else FixedBatches(loader, len(loader)))
+        return _nonempty(loader if isinstance(loader, (list, tuple)) else _counted(loader))
     if isinstance(loader.dataset, IterableDataset) or type(loader).__iter__ is not DataLoader.__iter__:
         return _stream(loader)
     source = map_style(loader)
@@ -356,13 +358,15 @@ def _stream(loader: DataLoader[Any]) -> FixedBatches:
         _report_drop_last(loader.dataset, loader.batch_size, _length_of(loader.dataset), is_overruled=can_rebuild)
     if can_rebuild and (loader.drop_last or loader.persistent_workers):  # which are not seeded again for a new sweep
         loader = DataLoader(loader.dataset, batch_size=loader.batch_size, **loader_settings(loader))
-    length = _length_of(loader)
+    return _nonempty(_counted(loader))
+
+
+def _counted(batches: Iterable[Any]) -> FixedBatches:
+    """With the number of batches, by which costs are estimated: from reading them all where nobody knows it."""
+    length = _length_of(batches)
     if length is None:
-        raise ValueError(
-            "An IterableDataset must know its length, so that costs can be estimated and rows be numbered; got one "
-            "without. Try to give it a __len__, or a map-style dataset."
-        )
-    return _nonempty(FixedBatches(loader, length))
+        length = sum(1 for _ in frozen_sweep(batches, _generators(batches)))
+    return FixedBatches(batches, length)
 
 
 def map_style(loader: DataLoader[Any]) -> MapStyle:

@@ -210,7 +210,7 @@ class FittedNetwork(BaseFunctionalLaplace):
         """Infer the posterior from all data of the loader. On failure the model and an earlier fit are as before.
 
         Args:
-            train_loader: A DataLoader, or a list of batches.
+            train_loader: A DataLoader, a list of batches, or an iterable with the same batches on every walk.
             override: False conditions an earlier fit on these data, too: `update`.
             progress_bar: Whether to show one.
             checkpoint: Where the work is saved as it goes; the same call after a crash resumes it.

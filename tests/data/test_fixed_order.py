@@ -255,9 +255,34 @@ def test_a_stream_that_knows_its_length_is_walked_as_it_is() -> None:
     assert len(data) == 3 and order(data) == order(data) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
-def test_a_stream_without_length_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"An IterableDataset must know its length.*Try to give it a __len__"):
-        fixed(DataLoader(CountsTo(), batch_size=4))
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.process)])
+def test_a_stream_without_length_is_counted_once(num_workers: int) -> None:
+    data = fixed(DataLoader(CountsTo(), batch_size=4, num_workers=num_workers))
+    assert len(data) == 3 and order(data) == order(data) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+class Batches:
+    """As a loader of WebDataset's: no DataLoader, no sequence, the same batches on every walk."""
+
+    def __init__(self) -> None:
+        self.num_walks = 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self.num_walks += 1
+        return zip(X.split(4), y.split(4), strict=True)
+
+
+class CountedBatches(Batches):
+    def __len__(self) -> int:
+        return 3
+
+
+@pytest.mark.parametrize(("kind", "walks_to_count"), [(Batches, 1), (CountedBatches, 0)])
+def test_any_iterable_that_can_be_walked_again_is_a_loader(kind: type[Batches], walks_to_count: int) -> None:
+    loader = kind()
+    data = fixed(loader)
+    assert len(data) == 3 and loader.num_walks == walks_to_count
+    assert order(data) == order(data) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
 @pytest.mark.parametrize(
@@ -275,10 +300,12 @@ def test_a_loader_with_no_data_is_refused(empty: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [(batch for batch in [(X, y)]), iter([(X, y)]), 3], ids=["generator", "iterator", "int"]
+    "given",
+    [(batch for batch in [(X, y)]), iter([(X, y)]), 3, X, {}],
+    ids=["generator", "iterator", "int", "rows", "map"],
 )
 def test_what_can_be_walked_only_once_is_refused(given: Any) -> None:
-    with pytest.raises(TypeError, match="a torch DataLoader or a list of batches, to be swept several times"):
+    with pytest.raises(TypeError, match=r"gives the same batches each time .* Try list\(batches\)"):
         fixed(given)
 
 

@@ -1,6 +1,8 @@
 """Models inside of wrappers, in half precision, or with layers that cannot be differentiated."""
 
 import warnings
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,6 +40,34 @@ def test_a_data_parallel_model_is_that_inside_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="inside DataParallel"):
         found = covariance(nn.DataParallel(network()))
     torch.testing.assert_close(found, covariance(network()))
+
+
+@pytest.mark.slow
+def test_a_distributed_data_parallel_model_is_that_inside_with_a_warning(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        with pytest.warns(UserWarning, match="inside DistributedDataParallel"):
+            found = covariance(nn.parallel.DistributedDataParallel(network()))
+    finally:
+        torch.distributed.destroy_process_group()
+    torch.testing.assert_close(found, covariance(network()))
+
+
+class Stream:
+    """As a loader of WebDataset's, which need not know its length."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return zip(X.split(20), y.split(20), strict=True)
+
+
+def test_a_stream_of_batches_gives_the_posterior_of_a_loader() -> None:
+    la = Laplace(network(), "classification", "all", "iterncgp", policy="clusters", num_actions=30)
+    la.fit(Stream())
+    la.refine(Stream(), epochs=1)
+    whole = Laplace(network(), "classification", "all", "iterncgp", policy="clusters", num_actions=30)
+    whole.fit(list(Stream()))
+    whole.refine(list(Stream()), epochs=1)
+    torch.testing.assert_close(la.latent(X[:5])[1], whole.latent(X[:5])[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
