@@ -23,6 +23,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
+from textwrap import shorten
 from typing import Any
 from weakref import WeakSet
 
@@ -381,7 +382,8 @@ def _tell_once(model: nn.Module, error: RuntimeError) -> None:
         _told.add(model)
         warnings.warn(
             "This model cannot be vectorised over data (torch.func.vmap says: "
-            f"{str(error).splitlines()[0][:120]}). Its rows are taken one by one, which is slower.",
+            f"{shorten(str(error).splitlines()[0], 160, placeholder=' …')}). Its rows are taken one by one, which is "
+            "slower.",
             stacklevel=4,
         )
 
@@ -426,9 +428,21 @@ def as_outputs(outputs: object, *, of_tokens: bool = False) -> Tensor:  # (b, C)
         shapes = "(b, C), (b,), or (b, T, C) for classes at T places," if of_tokens else "(b, C) or (b,),"
         raise ValueError(
             f"The model must return a tensor of shape {shapes} or an object with such `logits`; got {found}. "
-            "Try a module around it that returns those outputs alone."
+            f"Try a module around it that returns {_advised(outputs, of_tokens)}."
         )
     return outputs[:, None] if outputs.ndim == 1 else outputs
+
+
+def _advised(outputs: object, of_tokens: bool) -> str:
+    """What a module around a model should return instead."""
+    if isinstance(outputs, Mapping) and outputs:
+        names = list(outputs)
+        return f"outputs[{'out' if 'out' in names else names[0]!r}]".replace("'", '"') + f", of {names}"
+    if isinstance(outputs, tuple) and len(outputs) == 2:
+        return "the first one alone (of a mean and a log-variance the mean, with `sigma_noise` for the noise)"
+    if isinstance(outputs, Tensor) and outputs.ndim == 4 and of_tokens:
+        return "for (b, C, H, W) outputs.flatten(2).mT, with labels (b, H·W)"
+    return "those outputs alone"
 
 
 SURE = 60.0  # a logit beside which others are nothing

@@ -8,6 +8,8 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
+from difflib import get_close_matches
+from inspect import signature
 from typing import Any, ClassVar
 
 import torch
@@ -118,7 +120,10 @@ class FittedNetwork(BaseFunctionalLaplace):
         seed: int = 0,
         dtype: torch.dtype | None = None,
         storage: torch.dtype | str | None = None,
+        **unknown: Any,
     ) -> None:
+        if unknown:
+            raise TypeError(_unknown_argument(next(iter(unknown))))
         if likelihood not in (Likelihood.CLASSIFICATION, Likelihood.REGRESSION):
             raise ValueError(
                 f"`likelihood` must be 'classification' or 'regression'; got {likelihood!r}. Try another "
@@ -504,6 +509,14 @@ class FittedNetwork(BaseFunctionalLaplace):
             conditioned = self.posterior.conditioned(*now)
             self._conditioned = cached = (now[0].clone(), now[1].clone()), conditioned
         return cached[1]
+
+
+def _unknown_argument(name: str) -> str:
+    """With the arguments whose names are close."""
+    known = [n for n in signature(FittedNetwork.__init__).parameters if n not in ("self", "unknown")]
+    close = list(dict.fromkeys([n for n in known if name in n] + get_close_matches(name, known, cutoff=0.5)))
+    advice = " or ".join(map(repr, close)) if close else "help(type(la)), which lists them"
+    return f"`hessian_structure='iterncgp'` must be given arguments that it has; got {name!r}. Try {advice}."
 
 
 def _require_one_device(model: nn.Module) -> None:

@@ -102,14 +102,17 @@ def _check(
         except OverflowError:  # an integer of more than 308 digits
             numbers = torch.tensor(math.inf, dtype=torch.float64)
     else:
-        raise ValueError(f"`{name}` must be {expected}; got {value!r}. Try {name}={example}.")
+        is_list = isinstance(value, (list, tuple)) and max_size is None
+        advice = f"torch.tensor({list(value)})" if is_list else example
+        raise ValueError(f"`{name}` must be {expected}; got {value!r}. Try {name}={advice}.")
     if numbers.ndim > 1 or numbers.numel() == 0 or (max_size is not None and numbers.numel() > max_size):
         raise ValueError(
             f"`{name}` must be {expected}; got a tensor of shape {tuple(numbers.shape)}. Try {name}={example}."
         )
     stored = numbers if dtype is None else numbers.to(dtype)
     if not bool(torch.isfinite(stored).all()) or (positive and not bool((stored > 0).all())):
-        shown = numbers.item() if numbers.numel() == 1 else "one that holds others"
+        wrong = numbers[~torch.isfinite(stored) | ((stored <= 0) & positive)]
+        shown = f"{wrong[0].item():.6g}{' among them' if numbers.numel() > 1 else ''}"
         where = "" if dtype is None else f" in {dtype}"
         raise ValueError(f"`{name}` must be {expected}, finite{where}; got {shown}. Try {name}={example}.")
 
@@ -148,9 +151,12 @@ def check_relative_noise(la: FittedNetwork) -> None:
     """Raise where the noises of the outputs have other ratios than in the fit, on which its actions depend."""
     fitted, sigma = la._prior_of_fit["relative_noise"], la.sigma_noise.detach()
     if sigma.numel() not in (1, la.n_outputs) or not same_ratios(noise_parts(sigma)[1], fitted):
+        given = (
+            fitted.to(sigma.device) * la._prior_of_fit["temperature"].to(sigma.device) / float(la.temperature)
+        ).sqrt()
         raise ValueError(
-            "`sigma_noise` must have the ratios between outputs that it had in the fit, those of "
-            f"{fitted.sqrt().tolist()}; got {sigma.tolist()}. Try a multiple of the former, or fit(train_loader) again."
+            f"`sigma_noise` must have the ratios between outputs that it had in the fit, which was given "
+            f"{_listed(given)}; got {_listed(sigma)}. Try a multiple of the former, or fit(train_loader) again."
         )
 
 
@@ -186,6 +192,11 @@ def check_may_be_tuned(la: FittedNetwork) -> None:
             "for every candidate; got 'refined'. Try to tune with mean='network' and to fit with mean='refined' at "
             "the precision found, or compare log_marginal_likelihood() of fits at several precisions."
         )
+
+
+def _listed(values: Tensor) -> str:
+    numbers = [float(f"{value:.6g}") for value in values.reshape(-1).tolist()]
+    return str(numbers if len(numbers) > 1 else numbers[0])
 
 
 def _shown(value: Tensor) -> str:

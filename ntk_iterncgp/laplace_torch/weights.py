@@ -62,6 +62,12 @@ class WeightDistribution(FittedNetwork):
     def log_prob(self, value: Tensor, normalized: bool = True) -> Tensor:  # (P,) -> ()
         """The log-density of the weights' posterior, or the part of it that depends on the weights."""
         precision, posterior = self.posterior_precision, self._posterior_now()
+        if not isinstance(value, Tensor) or value.shape != self.mean.shape:
+            shown = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(
+                f"`value` must be one tensor of all weights, of shape (P,) = ({len(self.mean)},); got {shown}. Try one "
+                "of la.sample(), or torch.nn.utils.parameters_to_vector."
+            )
         deviation = value.double() - self._mean_weights(posterior)
         constant = precision.logdet() - len(deviation) * math.log(2 * math.pi) if normalized else 0.0
         return (0.5 * (constant - deviation @ (precision @ deviation))).to(value.dtype)

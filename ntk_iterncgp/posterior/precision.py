@@ -24,6 +24,9 @@ class PosteriorPrecision:
         """(P, P)."""
         return len(self.prior), len(self.prior)
 
+    def __repr__(self) -> str:
+        return f"PosteriorPrecision({len(self.prior)} weights, {self.images.shape[1]} actions)"
+
     def __matmul__(self, weights: Tensor) -> Tensor:  # (P,) or (P, k)
         columns = (weights if weights.ndim == 2 else weights[:, None]).double()
         dtype = torch.promote_types(self.images.dtype, torch.float32)  # A may be stored in half precision

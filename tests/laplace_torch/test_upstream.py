@@ -141,9 +141,9 @@ def test_forms_of_a_classification_prediction(problem: Problem, flavour: str, li
 @flavours
 def test_what_is_no_prediction_is_refused(problem: Problem, flavour: str) -> None:
     la, x = problem.laplace(flavour), problem.data(1)[0]
-    with pytest.raises(ValueError, match="Only gp is supported"):
+    with pytest.raises(ValueError, match="`pred_type` must be one of"):
         la(x, pred_type="linear")
-    with pytest.raises(ValueError, match="Unsupported link approximation"):
+    with pytest.raises(ValueError, match="`link_approx` must be one of"):
         la(x, link_approx="logistic")
     with pytest.raises(ValueError, match="at least one input"):
         la(x[:0])
