@@ -47,7 +47,7 @@ bench: $(STAMP)  ## run the benchmarks
 release: lint docs  ## build the wheel and the source archive into dist/, and check that they install and work
 	rm -rf dist build
 	$(BIN)/python -m build --outdir dist
-	$(BIN)/python -m pytest -q tests/test_wheel.py tests/test_repository.py
+	NTK_ITERNCGP_DIST=dist $(BIN)/python -m pytest -q tests/test_wheel.py tests/test_repository.py
 
 clean:  ## remove .venv, builds and caches
 	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,6 +2,9 @@
 
 The environment is new. Of the packages of this one it gets links to those that the wheel's metadata ask for, directly
 or through others, and none of the extra `experiments`; so a dependency that is not declared is missing there.
+
+The wheel is built from the source here. Of a release, in the folder NTK_ITERNCGP_DIST, its own wheel is installed, and
+in another environment its source archive.
 """
 
 import os
@@ -66,16 +69,30 @@ def link(package: Distribution, site: Path) -> None:
             (site / name).symlink_to(Path(str(package.locate_file(name))))
 
 
-@pytest.fixture(scope="module")
-def bin_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the programs of the new environment are."""
-    folder = tmp_path_factory.mktemp("wheel")
-    source, environment = folder / "source", folder / "environment"
-    shutil.copytree(ROOT / "ntk_iterncgp", source / "ntk_iterncgp", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
+RELEASE = os.environ.get("NTK_ITERNCGP_DIST")
+
+
+def wheel_of(kind: str, folder: Path) -> Path:
+    """The wheel to install: of a release, of its source archive, or of the source here."""
+    source = folder / "source"
+    if RELEASE is None:
+        shutil.copytree(ROOT / "ntk_iterncgp", source / "ntk_iterncgp", ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy(ROOT / name, source)
+    else:
+        (source,) = (ROOT / RELEASE).glob(kind)
+        if source.suffix == ".whl":
+            return source
     pip("wheel", *QUIET, "--no-build-isolation", "--wheel-dir", folder, source)
     (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module", params=["source"] if RELEASE is None else ["*.whl", "*.tar.gz"])
+def bin_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the programs of the new environment are."""
+    folder = tmp_path_factory.mktemp("wheel")
+    environment, wheel = folder / "environment", wheel_of(request.param, folder)
 
     assert run(sys.executable, "-m", "venv", "--without-pip", environment).returncode == 0
     pip("--python", environment / "bin" / "python", "install", *QUIET, wheel)
