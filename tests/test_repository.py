@@ -29,7 +29,7 @@ ORDER = [
     {"persistence"},
     {"fitting"},
     {"gp", "laplace_torch"},
-    {"botorch", "sklearn"},
+    {"botorch", "huggingface", "sklearn"},
     {"experiments"},
     {"__main__"},
 ]

@@ -6,7 +6,7 @@ laplace-torch's base class turns latent moments into probabilities and samples; 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -53,7 +53,7 @@ from ntk_iterncgp.posterior.predictive import (
 from ntk_iterncgp.posterior.tuning import starting_precision, tune_by_evidence
 from ntk_iterncgp.posterior.weight_space import ConditionedPosterior
 from ntk_iterncgp.runtime.threads import evaluating, exclusively, full_precision
-from ntk_iterncgp.runtime.validate import whole_number
+from ntk_iterncgp.runtime.validate import one_of, whole_number
 
 QUADRATURE = ("quadrature", "quasi", "accurate")
 
@@ -101,9 +101,9 @@ class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
             Class probabilities (b, C), of a classifier of T places (b, T, C); or the mean (b, C) and covariance
             (b, C, C) of a regression.
         """
-        pred_type = PredType.GP if _checked("pred_type", pred_type, list(PredType)) == PredType.GLM else pred_type
+        pred_type = PredType.GP if one_of("pred_type", pred_type, list(PredType)) == PredType.GLM else pred_type
         checked_contrasts(contrasts)
-        if _checked("link_approx", link_approx, [*LinkApprox, *QUADRATURE]) in QUADRATURE:
+        if one_of("link_approx", link_approx, [*LinkApprox, *QUADRATURE]) in QUADRATURE:
             if self.likelihood == Likelihood.CLASSIFICATION and pred_type == PredType.GP:
                 default = default_points(self._num_classes)
                 number = default if n_samples is None else whole_number("n_samples", n_samples, at_least=1)
@@ -112,8 +112,6 @@ class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
             link_approx = LinkApprox.PROBIT  # regression has no link
         n_samples = 100 if n_samples is None else n_samples
         if pred_type == PredType.NN:
-            is_regression = self.likelihood == Likelihood.REGRESSION  # one draw has no variance
-            n_samples = whole_number("n_samples", n_samples, at_least=2 if is_regression else 1)
             return self._averaged(self.predictive_samples(x, pred_type, n_samples))
         with full_precision(self._device):
             known = self._with_moments(x, contrasts, joint=joint) if pred_type == PredType.GP else x
@@ -600,11 +598,3 @@ class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a saved posterior, after checking that it belongs to this model."""
         from_state_dict(self, state_dict)
-
-
-def _checked(name: str, value: str, choices: Sequence[str]) -> str:
-    """The value, if it is one of the choices."""
-    if value not in choices:
-        listed = ", ".join(repr(str(getattr(choice, "value", choice))) for choice in choices)
-        raise ValueError(f"`{name}` must be one of {listed}; got {value!r}. Try the default.")
-    return value

@@ -33,8 +33,10 @@ class WeightDistribution(FittedNetwork):
 
     def _averaged(self, draws: Tensor) -> Tensor | tuple[Tensor, Tensor]:  # (s, b, C)
         """Probabilities, or the mean and the variance of a regression."""
-        is_classifier = self.likelihood == Likelihood.CLASSIFICATION
-        return draws.mean(0) if is_classifier else (draws.mean(0), draws.var(0))
+        if self.likelihood == Likelihood.CLASSIFICATION:
+            return draws.mean(0)
+        whole_number("n_samples", len(draws), at_least=2)  # one draw has no variance
+        return draws.mean(0), draws.var(0)
 
     def _split_tokens(self, outputs: Tensor) -> Tensor:  # (…, T·C) -> (…, T, C)
         return outputs.unflatten(-1, (-1, self._num_classes)) if self._num_tokens > 1 else outputs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from numbers import Integral
 
 
@@ -26,4 +27,12 @@ def non_negative(name: str, value: object) -> float:
         raise ValueError(f"`{name}` must be a number of at least 0; got {value!r}. Try {name}=0.")
     if isinstance(value, int) and value >= 2**63:
         raise ValueError(f"`{name}` must be a number below 2^63; got a larger one. Try a smaller one.")
+    return value
+
+
+def one_of(name: str, value: str, choices: Sequence[str]) -> str:
+    """The value, if it is one of the choices."""
+    if value not in choices:
+        listed = ", ".join(repr(str(getattr(choice, "value", choice))) for choice in choices)
+        raise ValueError(f"`{name}` must be one of {listed}; got {value!r}. Try the default.")
     return value
