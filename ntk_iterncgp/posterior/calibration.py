@@ -38,7 +38,8 @@ TOLERANCE = 5e-4  # nats per datum, that more variance may cost
 MARGIN = 1e-3  # nats per datum, by which another family must be better than the pair
 DOUBT = 0.5  # of log T before any data: standard deviations from T = 1
 NEGLIGIBLE = 3e-4  # nats, by which a variance may change the mean datum's loss where none is wanted
-MOST_STEPS = 20  # of the grid, towards that
+MOST_STEPS = 20  # of the grid, from its smallest precision to that
+HALVINGS = 3  # of the last one: to a factor of one and a half
 
 Pair = tuple[float, float]
 """An output temperature and a prior precision, which may be infinite: no variance."""
@@ -68,10 +69,12 @@ class Calibration:
             lines.append(f"  {name:<12} {self.losses[name]:.4f}{beside}{'  (chosen)' if name == self.family else ''}")
         return "\n".join(lines)
 
+    __repr__ = __str__
+
 
 _MEANING = {
-    "neither": "the network is calibrated as it is",
-    "temperature": "temperature scaling, since a variance beside it costs too much on these data",
+    "neither": f"the network is calibrated as it is, with a variance that moves a loss by {NEGLIGIBLE:g} nats",
+    "temperature": "temperature scaling, since more variance beside it costs too much on these data",
     "precision": "the posterior variance alone",
     "both": "the posterior variance and a temperature",
 }
@@ -224,14 +227,24 @@ def _crossfitted(losses: Losses, pairs: Sequence[Pair]) -> Tensor:  # (N,)
 
 
 def _without_variance(losses: Losses, temperature: float) -> float:
-    """The smallest precision of the grid at which the variance changes the loss of a datum by next to nothing.
+    """The smallest precision, and so the most variance, that changes the loss of the mean datum by next to nothing.
 
     Not the mean loss, which may gain at some data what it loses at others, and will elsewhere.
     """
     plain = losses([(temperature, math.inf)])
-    precision, step = max(losses.precisions, default=1.0), (SPREADS[1] / SPREADS[0]) ** 2
+
+    def is_negligible(precision: float) -> bool:
+        return float((losses([(temperature, precision)]) - plain).abs().mean()) <= NEGLIGIBLE
+
+    precision, step = min(losses.precisions, default=1.0), (SPREADS[1] / SPREADS[0]) ** 2
+    if is_negligible(precision):
+        return precision
     for _ in range(MOST_STEPS):
-        if float((losses([(temperature, precision)]) - plain).abs().mean()) <= NEGLIGIBLE:
-            break
         precision *= step
+        if is_negligible(precision):
+            break
+    for _ in range(HALVINGS):  # the step before it changes too much
+        step = math.sqrt(step)
+        if is_negligible(precision / step):
+            precision /= step
     return precision

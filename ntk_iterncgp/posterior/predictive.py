@@ -151,10 +151,12 @@ class Uncertainty:
         columns = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) is not None]
         lines = ["input  " + "  ".join(f"{name:>15}" for name, _ in columns)]
         for n in range(min(len(self), 20)):
-            lines.append(f"{n:>5}  " + "  ".join(f"{float(values[n]):>15.4f}" for _, values in columns))
+            lines.append(f"{n:>5}  " + "  ".join(f"{float(values[n]):>15.4g}" for _, values in columns))
         if len(self) > 20:
             lines.append(f"… and {len(self) - 20} more")
         return "\n".join(lines)
+
+    __repr__ = __str__
 
 
 def classification_uncertainty(mean: Tensor, covariance: Tensor, *, num_samples: int = 512) -> Uncertainty:
