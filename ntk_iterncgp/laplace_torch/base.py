@@ -24,6 +24,7 @@ from ntk_iterncgp.laplace_torch.detector import Detecting
 from ntk_iterncgp.laplace_torch.fitting import FittedNetwork
 from ntk_iterncgp.laplace_torch.grid import GivenMoments, calibrated, descend, search_grid
 from ntk_iterncgp.laplace_torch.hyperparameters import (
+    check_follows_fit,
     check_may_be_tuned,
     check_positive,
     check_prior,
@@ -52,7 +53,7 @@ from ntk_iterncgp.posterior.predictive import (
 )
 from ntk_iterncgp.posterior.tuning import starting_precision, tune_by_evidence
 from ntk_iterncgp.posterior.weight_space import ConditionedPosterior
-from ntk_iterncgp.runtime.threads import evaluating, exclusively, full_precision
+from ntk_iterncgp.runtime.threads import evaluating, full_precision
 from ntk_iterncgp.runtime.validate import one_of, whole_number
 
 QUADRATURE = ("quadrature", "quasi", "accurate")
@@ -246,7 +247,7 @@ class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
             )
         posterior = unfolded(self.posterior, clusters).conditioned(self.prior_precision, self._noise_scale)
         groups, combinations = clusters.group_images(), clusters.combinations()
-        with exclusively(self.model), evaluating(self.model), torch.no_grad():
+        with evaluating(self.model), torch.no_grad():  # rows wait for other threads, products need not
             parts = [posterior.contributions(rows, groups, combinations) for rows in self._rows_at(x)]
         return clusters.spread(torch.cat(parts))  # (b, all groups) -> (b, N)
 
@@ -583,7 +584,7 @@ class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
         Returns:
             What was chosen and why; prints as a table.
         """
-        self._check_fitted()
+        check_follows_fit(self, "calibrate")
         found = calibrated(self, val_loader, progress_bar)
         self.prior_precision, self.output_temperature = found.prior_precision, found.output_temperature
         return found

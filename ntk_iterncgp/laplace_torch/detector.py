@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,13 +19,13 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from ntk_iterncgp.clusters.doubling import doubling
 from ntk_iterncgp.data.fixed_order import Inputs
-from ntk_iterncgp.jacobian.rows import Rows
-from ntk_iterncgp.laplace_torch.hyperparameters import check_positive, follows_prior
+from ntk_iterncgp.jacobian.rows import Contrasts, Rows
+from ntk_iterncgp.laplace_torch.hyperparameters import check_follows_fit, check_positive, follows_prior
 from ntk_iterncgp.posterior.convergence import Convergence, convergence_at
 from ntk_iterncgp.posterior.detection import Measured, Novelty, Prior, balancing, by_median, split
 from ntk_iterncgp.posterior.scores import AUTO, SCORES, TYPICALITY, against_rest
 from ntk_iterncgp.posterior.weight_space import WeightPosterior
-from ntk_iterncgp.runtime.threads import evaluating, exclusively, full_precision
+from ntk_iterncgp.runtime.threads import evaluating, full_precision
 
 if TYPE_CHECKING:
     from ntk_iterncgp.laplace_torch.base import IterNCGPLaplace
@@ -99,6 +100,8 @@ class Detector:
             f"precision {float(precision):.3g} ({rule})."
         )
 
+    __repr__ = __str__
+
     def to_dict(self) -> dict[str, Any]:
         """Plain tensors, numbers and strings; the posterior is saved beside them."""
         return {
@@ -141,16 +144,46 @@ def rows_at(la: IterNCGPLaplace, x: Inputs | DataLoader[Any]) -> Iterator[Rows]:
     la._refresh_posterior()
     for batch in batches_of(x):
         la._check_nonempty_inputs(batch)
-        with exclusively(la.model), evaluating(la.model), torch.no_grad(), full_precision(la._device):
-            yield from la._rows_at(batch, contrasts)
+        yield from _computed(la, batch, contrasts)
+
+
+def _computed(la: IterNCGPLaplace, batch: Inputs, contrasts: Contrasts | None) -> Iterator[Rows]:
+    """The rows of a batch, part by part. What the caller does with them is outside: other threads need not wait."""
+    parts: Iterator[Rows] | None = None
+    while True:
+        try:
+            with evaluating(la.model), torch.no_grad(), full_precision(la._device):
+                parts = la._rows_at(batch, contrasts) if parts is None else parts
+                found = [*islice(parts, 1)]
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError) or (shapes := _other_shapes(la, batch)) is None:
+                raise
+            raise ValueError(
+                f"`x` must hold inputs as those of the fit, of shape {shapes[0]}; got {shapes[1]}. Try the same "
+                "preprocessing."
+            ) from error
+        if not found:
+            return
+        yield found.pop()
+
+
+def _other_shapes(la: IterNCGPLaplace, batch: Inputs) -> tuple[str, str] | None:
+    """The shape of an input of the fit, and that of another one, if both are known and not the same."""
+    first = None if la._fit is None else la._fit.first_batch.inputs
+    if not isinstance(first, Tensor) or not isinstance(batch, Tensor) or first.shape[1:] == batch.shape[1:]:
+        return None
+    return str((*"N", *first.shape[1:])).replace("'", ""), str(tuple(batch.shape))
 
 
 def measured_at(la: IterNCGPLaplace, prior: Prior, x: Inputs | DataLoader[Any]) -> Iterator[Measured]:
     """The small matrices of these rows; no row is held longer."""
     dtype = prior.posterior.dtype if la.likelihood == Likelihood.CLASSIFICATION else torch.float64
-    for rows in rows_at(la, x):
-        with full_precision(la._device):
-            yield Measured.of(rows, prior.posterior, prior.variances, dtype)
+
+    def measured(rows: Rows) -> Measured:
+        with torch.no_grad(), full_precision(la._device):
+            return Measured.of(rows, prior.posterior, prior.variances, dtype)
+
+    return map(measured, rows_at(la, x))  # by `map`, no name holds the rows of one part while the next are computed
 
 
 def batches_of(x: Inputs | DataLoader[Any]) -> Iterator[Inputs]:
@@ -158,10 +191,17 @@ def batches_of(x: Inputs | DataLoader[Any]) -> Iterator[Inputs]:
     if isinstance(x, (Tensor, Mapping)):
         yield x
         return
-    if not isinstance(x, Iterable):
-        raise ValueError(f"`x` must be a tensor, a mapping or a loader; got {type(x).__name__}. Try a tensor.")
+    if not isinstance(x, Iterable) or hasattr(x, "__array__"):
+        advice = "torch.as_tensor(x)" if hasattr(x, "__array__") else "a tensor"
+        raise ValueError(f"`x` must be a tensor, a mapping or a loader; got {type(x).__name__}. Try {advice}.")
     for batch in x:
-        yield batch[0] if isinstance(batch, (tuple, list)) else batch
+        inputs = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
+        if not isinstance(inputs, (Tensor, Mapping)):
+            raise ValueError(
+                f"`x` must be a loader of batches of tensors or mappings; got {type(inputs).__name__}. Try "
+                "DataLoader(TensorDataset(x), batch_size=100)."
+            )
+        yield inputs
 
 
 def make_detector(la: IterNCGPLaplace, x: Inputs | DataLoader[Any], score: str | Sequence[str], z: float) -> Detector:
@@ -274,7 +314,7 @@ class Detecting:
             The detector: `score(x)`, `p_value(x)`, `alarm(x, rate)`.
         """
         la: Any = self
-        la._check_fitted()
+        check_follows_fit(la, "detector")
         if x is not None:
             self._detector = make_detector(la, x, score, z)
         elif self._detector_now() is None:
@@ -300,7 +340,7 @@ class Detecting:
             after one pass with policy="clusters" in this process); prints as a sentence with advice.
         """
         la: Any = self
-        la._check_fitted()
+        check_follows_fit(la, "convergence")
         if prior_precision is None:
             precision = la.prior_precision.detach()
         else:

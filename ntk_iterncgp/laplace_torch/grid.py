@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 
 from ntk_iterncgp.data.fixed_order import FixedOrderData, Inputs
 from ntk_iterncgp.jacobian.rows import Rows
+from ntk_iterncgp.laplace_torch.detector import draws_from
 from ntk_iterncgp.laplace_torch.hyperparameters import check_may_be_tuned
 from ntk_iterncgp.likelihoods import Gaussian, Softmax
 from ntk_iterncgp.posterior.calibration import LEAST_DATA, Calibration, calibrate
@@ -152,7 +153,18 @@ def calibrated(la: IterNCGPLaplace, loader: DataLoader[Any], progress_bar: bool)
             "`likelihood` must be 'classification' for calibrate, since the noise of a regression is its "
             "temperature; got 'regression'. Try optimize_prior_precision(method='gridsearch')."
         )
-    check_may_be_tuned(la)
+    check_may_be_tuned(la, "calibrate")
+    if not isinstance(loader, (DataLoader, Sequence)):
+        raise TypeError(
+            f"`val_loader` must be a DataLoader of inputs and labels, or a list of batches; got "
+            f"{type(loader).__name__}. Try DataLoader(TensorDataset(x, y), batch_size=100)."
+        )
+    if draws_from(la, loader):
+        warnings.warn(
+            "`val_loader` must hold data that the network was not trained on, since it is surer of those that it was, "
+            "and would be made too sure of all; got the training data. Try a validation set.",
+            stacklevel=3,
+        )
     la._refresh_posterior()
     parts = pass_once(la, loader, progress_bar)
     count = sum(len(part.outputs) for part in parts)

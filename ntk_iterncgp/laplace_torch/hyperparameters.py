@@ -58,6 +58,11 @@ class CheckedHyperparameters:
                 raise ValueError(
                     f"`sigma_noise` must be 1 for classification, which has no noise; got {shown}. Try temperature."
                 )
+        if name == "output_temperature" and self.likelihood == Likelihood.REGRESSION and float(value) != 1:
+            raise ValueError(
+                f"`output_temperature` must be 1 for regression, whose mean it would divide; got {float(value):g}. Try "
+                "sigma_noise or temperature."
+            )
 
 
 def check_hyperparameters(**values: Any) -> None:
@@ -184,11 +189,18 @@ def check_prior(la: FittedNetwork) -> None:
             )
 
 
-def check_may_be_tuned(la: FittedNetwork) -> None:
+def check_follows_fit(la: FittedNetwork, method: str) -> None:
+    """Raise where there is no fit yet."""
+    if not la._fitted:
+        raise RuntimeError(f"{method} must follow a fit; got none. Try fit(train_loader) before it.")
+    la._check_fitted()
+
+
+def check_may_be_tuned(la: FittedNetwork, method: str = "optimize_prior_precision") -> None:
     """Raise where each candidate would need a fit of its own."""
     if not follows_prior(la):
         raise ValueError(
-            "`mean` must be 'network' for optimize_prior_precision of a classifier, since a refined mean needs a fit "
+            f"`mean` must be 'network' for {method} of a classifier, since a refined mean needs a fit "
             "for every candidate; got 'refined'. Try to tune with mean='network' and to fit with mean='refined' at "
             "the precision found, or compare log_marginal_likelihood() of fits at several precisions."
         )

@@ -1,6 +1,7 @@
 """`la.calibrate`: temperature and precision together, never clearly worse than temperature scaling."""
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ntk_iterncgp.laplace_torch.grid import pass_once
 from ntk_iterncgp.likelihoods import Softmax
-from ntk_iterncgp.posterior.calibration import FAMILIES, POINTS, Losses
+from ntk_iterncgp.posterior.calibration import FAMILIES, NEGLIGIBLE, POINTS, Losses, _without_variance
 from ntk_iterncgp.posterior.predictive import expected_response
 from tests.clusters_helpers import Digits, digits, make_net
 
@@ -129,16 +130,62 @@ def test_it_is_saved_and_earlier_files_mean_one(net: Digits) -> None:
 def test_the_report_says_what_was_chosen_and_why(net: Digits) -> None:
     found = fitted(net, 0.25).calibrate(halves(net)[0])
     text = str(found)
+    assert repr(found) == text
     assert text.startswith("Output temperature ") and "cross-fitted NLL of 60 inputs" in text
     assert all(name in text for name in FAMILIES) and text.count("(chosen)") == 1
     assert found.num_data == 60 and set(found.losses) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 4.0])
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_where_no_variance_is_wanted_the_most_is_left_that_changes_next_to_nothing(
+    net: Digits, factor: float, temperature: float
+) -> None:
+    la = fitted(net, factor)
+    losses = Losses(pass_once(la, halves(net)[0], False), la.posterior, la._noise_scale.detach())
+    precision = _without_variance(losses, temperature)
+    changes = losses([(temperature, p) for p in (precision, precision / 1.6)]) - losses([(temperature, math.inf)])
+    less, more = changes.abs().mean(1).tolist()
+    assert NEGLIGIBLE / 4 < less <= NEGLIGIBLE < more, (precision, less, more)
+    la.prior_precision, la.output_temperature = precision, temperature
+    assert float(la.uncertainty(net.new_x).epistemic.mean()) > NEGLIGIBLE / 10, "there is a posterior"
+
+
+def test_training_data_are_seen_and_warned_about() -> None:
+    case = make_net(3, num_data=100)
+    loader = DataLoader(case.dataset(), batch_size=10)
+    la = case.laplace(num_actions=6)
+    la.fit(loader)
+    with pytest.warns(UserWarning, match=r"`val_loader` must hold data that the network was not.*got the training"):
+        la.calibrate(loader)
+    copies = DataLoader(TensorDataset(case.x.clone(), case.y.clone()), batch_size=50)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        la.calibrate(copies)
+
+
+@pytest.mark.parametrize("subset", ["all", "last_layer"])
+def test_a_regression_has_no_output_temperature(subset: str) -> None:
+    case = make_net(1, likelihood="regression")
+    la = case.laplace(subset=subset, num_actions=6)
+    la.output_temperature = 1.0
+    with pytest.raises(ValueError, match=r"`output_temperature` must be 1 for regression, whose mean .* got 2"):
+        la.output_temperature = 2
+    la.fit(case.loader())
+    mean = la(case.x)[0]
+    with pytest.raises(ValueError, match="`output_temperature` must be 1 for regression"):
+        la.output_temperature = torch.tensor(0.5)
+    state, other = la.state_dict(), case.laplace(subset=subset, num_actions=6)
+    with pytest.raises(ValueError, match="`output_temperature` must be 1 for regression"):
+        other.load_state_dict({**state, "output_temperature": 2.0})
+    assert not other._fitted and torch.equal(la(case.x)[0], mean)
 
 
 def test_without_actions_or_with_two_classes_it_works_too() -> None:
     case = make_net(2, num_outputs=2, num_data=60)
     la = case.laplace(num_actions=6)
     la.fit(case.loader())
-    found = la.calibrate(case.loader())
+    found = la.calibrate(DataLoader(TensorDataset(case.x.clone(), case.y.clone()), batch_size=30))
     assert math.isfinite(found.losses["both"]) and found.output_temperature > 0
 
 
@@ -152,3 +199,11 @@ def test_wrong_arguments_are_named(net: Digits) -> None:
     other.fit(regression.loader())
     with pytest.raises(ValueError, match="`likelihood` must be 'classification' for calibrate"):
         other.calibrate(regression.loader())
+    with pytest.raises(TypeError, match=r"`val_loader` must be a DataLoader of inputs and labels.*got Tensor. Try"):
+        la.calibrate(net.new_x)
+    with pytest.raises(RuntimeError, match=r"calibrate must follow a fit; got none. Try fit\(train_loader\)"):
+        net.laplace(num_actions=6).calibrate(few)
+    refined = make_net(3).laplace(num_actions=6, mean="refined")
+    refined.fit(make_net(3).loader())
+    with pytest.raises(ValueError, match="`mean` must be 'network' for calibrate of a classifier"):
+        refined.calibrate(few)

@@ -177,6 +177,7 @@ def test_it_is_saved_with_the_posterior_and_stale_after_another_fit(net: Digits,
     other = net.laplace(num_actions=40)
     other.load_state_dict(la.state_dict())
     assert torch.equal(other.detector().score(x), det.score(x)) and str(other.detector()) == str(det)
+    assert repr(det) == str(det)
     assert str(det).startswith("Detector by evidence + energy + typicality, calibrated on ")
     other.compress(20)
     assert "detector" not in other.state_dict()
@@ -254,4 +255,15 @@ def test_wrong_arguments_are_named(net: Digits, la: Any) -> None:
         la.detector(x[:3])
     with pytest.raises(ValueError, match="`x` must be a tensor, a mapping or a loader; got int"):
         la.detector(3)
+    with pytest.raises(ValueError, match=r"got ndarray. Try torch.as_tensor\(x\)"):
+        la.detector(x.numpy())
+    with pytest.raises(ValueError, match="`x` must be a loader of batches of tensors or mappings; got ndarray"):
+        la.detector([x.numpy()])
+    with pytest.raises(
+        ValueError, match=r"`x` must hold inputs as those of the fit, of shape \(N, 64\); got \(30, 65\)"
+    ):
+        la.detector(torch.rand(30, 65))
+    for method in ("detector", "convergence"):
+        with pytest.raises(RuntimeError, match=f"{method} must follow a fit; got none. Try fit"):
+            getattr(net.laplace(num_actions=6), method)(x)
     assert float(la.prior_precision) == 1

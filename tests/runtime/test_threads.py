@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ntk_iterncgp import NonConjugateGP, kernels, likelihoods
+from ntk_iterncgp.jacobian.layers import LayerRows
+from ntk_iterncgp.posterior.detection import Measured
 from ntk_iterncgp.posterior.weight_space import ConditionedPosterior
 from ntk_iterncgp.runtime.threads import evaluating, plain_attention, together
 from tests.clusters_helpers import joint_variance, make_net
@@ -94,15 +96,29 @@ def test_a_network_beside_a_gp() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
-def test_a_prediction_does_not_wait_for_the_products_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+CALLS: dict[str, tuple[Callable[[Any, Tensor], Any], type, str]] = {  # and where their products are
+    "prediction": (lambda la, x: la(x), ConditionedPosterior, "covariance"),
+    "attribution": (lambda la, x: la.attribution(x), ConditionedPosterior, "contributions"),
+    "score": (lambda la, x: la.detector().score(x), LayerRows, "by_layer"),
+    "p-value": (lambda la, x: la.detector().p_value(x), Measured, "latent"),
+    "convergence": (lambda la, x: la.convergence(x).variance, LayerRows, "products"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_prediction_does_not_wait_for_the_products_of_another_call(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Threads wait for each other while weights are exchanged in the model they share, and no longer."""
     net = make_net(0, num_data=20)
-    la, x = net.laplace(torch.float32), net.near_and_far().float()
+    la, x = net.laplace(torch.float32, num_actions=6, policy="clusters"), net.near_and_far().float()
     la.fit(net.loader(torch.float32))
-    expected, plain = la(x), ConditionedPosterior.covariance
+    la.detector(x.repeat(20, 1) + 0.1)
+    ask, owner, name = CALLS[call]
+    expected, of_call, plain = la(x), ask(la, x), getattr(owner, name)
     is_inside, other_is_done = threading.Event(), threading.Event()
 
-    def slow(self: ConditionedPosterior, *arguments: Any, **settings: Any) -> Tensor:
+    def slow(self: Any, *arguments: Any, **settings: Any) -> Any:
         if not is_inside.is_set():  # the first to come
             is_inside.set()
             assert other_is_done.wait(30)
@@ -114,9 +130,9 @@ def test_a_prediction_does_not_wait_for_the_products_of_another(monkeypatch: pyt
         other_is_done.set()
         return found
 
-    monkeypatch.setattr(ConditionedPosterior, "covariance", slow)
-    for found in in_threads(lambda: la(x), second):
-        assert torch.equal(found, expected)
+    monkeypatch.setattr(owner, name, slow)
+    first, other = in_threads(lambda: ask(la, x), second)
+    assert torch.equal(torch.as_tensor(first), torch.as_tensor(of_call)) and torch.equal(other, expected)
 
 
 def test_what_belongs_to_all_threads_is_as_before() -> None:
