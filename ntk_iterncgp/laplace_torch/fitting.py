@@ -25,7 +25,7 @@ from ntk_iterncgp.fitting.cluster_run import fit_by_clusters, refine_by_clusters
 from ntk_iterncgp.fitting.cost import Cost, check_memory, check_memory_to_refine, room_for_data
 from ntk_iterncgp.fitting.drive import Budget
 from ntk_iterncgp.fitting.exact_network import fit_exactly
-from ntk_iterncgp.fitting.network import EXACT, LinearisedNetwork, NetworkFit, NetworkSettings
+from ntk_iterncgp.fitting.network import EXACT, MORE, LinearisedNetwork, NetworkFit, NetworkSettings
 from ntk_iterncgp.fitting.newton_fit import fit_by_products, refine_by_products
 from ntk_iterncgp.fitting.report import FitReport
 from ntk_iterncgp.jacobian.autograd import SMALL_NETWORK, Logits, unwrapped
@@ -62,6 +62,8 @@ from ntk_iterncgp.runtime.threads import evaluating, exclusively
 from ntk_iterncgp.runtime.validate import whole_number
 from ntk_iterncgp.solver.policies import Policy
 from ntk_iterncgp.solver.stopping import NewtonOptions, Status
+
+MORE_OF_STORED = "A fit with more num_actions contracts the variance further; with `storage` there is none to refine."
 
 
 class FittedNetwork(BaseFunctionalLaplace):
@@ -411,7 +413,10 @@ class FittedNetwork(BaseFunctionalLaplace):
         """With A as it is to be stored; what refine would resume is in full precision, and let go."""
         if self.settings.storage is None:
             return found
-        return replace(found, posterior=found.posterior.stored_as(self.settings.storage), state=None)
+        report = found.report
+        if MORE in report.advice:
+            report = replace(report, advice=MORE_OF_STORED)
+        return replace(found, posterior=found.posterior.stored_as(self.settings.storage), report=report, state=None)
 
     def _with_reference(self, found: NetworkFit, network: LinearisedNetwork) -> NetworkFit:
         """With the shape of the covariance of the outputs, from a few of the first inputs."""

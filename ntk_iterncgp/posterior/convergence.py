@@ -51,8 +51,8 @@ class Convergence:
         if self.fall is None:
             return (
                 "What twice as many would bring cannot be estimated here: the groups of data are not known (after "
-                "refine, load, compress, merge or update, or with a policy other than 'clusters'), or twice as many "
-                "actions would visit other data. Fit with twice as many and compare."
+                "refine, load, compress, merge or update, with `storage`, or with a policy other than 'clusters'), or "
+                "twice as many actions would visit other data. Fit with twice as many and compare."
             )
         if self.fall < LITTLE:
             return "More actions would change little here."
@@ -66,6 +66,8 @@ class Convergence:
         if self.fall is None:
             return f"{found}. {self.advice}"
         return f"{found}; twice as many would lower it by about {100 * self.fall:.3g} %. {self.advice}"
+
+    __repr__ = __str__
 
 
 def convergence_at(
@@ -90,7 +92,7 @@ def convergence_at(
     columns = WeightColumns(parts.images, parts.dtype, variance)
     prior_variance, second, count = 0.0, torch.zeros_like(gram), 0
     for some in rows:
-        with full_precision(variance.device):
+        with torch.no_grad(), full_precision(variance.device):
             cross, prior = some.products(columns, variance)
         flat = cross.double().flatten(0, 1)
         second += flat.T @ flat

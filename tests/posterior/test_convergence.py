@@ -95,7 +95,18 @@ def test_no_estimate_is_given_where_there_is_no_ground_for_one(
     change(la, net)
     found = la.convergence(net.new_x)
     assert found.fall is None and found.doubled_variance is None and found.prior_variance > found.variance > 0
-    assert "cannot be estimated" in str(found)
+    assert "cannot be estimated" in str(found) and repr(found) == str(found)
+
+
+def test_nothing_is_advised_that_is_refused(net: Digits) -> None:
+    la = net.laplace(num_actions=20, storage="bfloat16")
+    la.fit(net.loader())
+    with pytest.raises(RuntimeError, match="with `storage`"):
+        la.refine(net.loader(), epochs=1)
+    found = la.convergence(net.new_x)
+    assert "with `storage`" in found.advice and "Fit with twice as many" in found.advice
+    for advice in (la.report_.advice, found.advice):
+        assert "refine(" not in advice and "or refine" not in advice
 
 
 def test_no_estimate_is_given_where_twice_the_actions_would_look_at_more_data(net: Digits) -> None:
