@@ -63,7 +63,8 @@ class Detector:
         """Compute the conformal p-value of each input, p = (1 + #{s_i ≥ s}) / (n + 1).
 
         It is uniform on inputs like those that the detector was calibrated on, on average over the draw of the n that
-        are ranked (for one draw it is off by about 1/√n). These had no say in what the score is.
+        are ranked (for one draw it is off by about 1/√n). These had no say in what the score is; fewer than 2000 are
+        cross-fitted, so that each had none in what it scores itself.
 
         Args:
             x: Inputs as the model takes them: a tensor, a mapping, or a loader of batches.
@@ -223,10 +224,11 @@ def make_detector(la: IterNCGPLaplace, x: Inputs | DataLoader[Any], score: str |
     if count < LEAST_INPUTS:
         raise ValueError(f"`x` must hold at least {LEAST_INPUTS} inputs to rank others among; got {count}. Try 1000.")
     familiar = Measured.cat(parts)
-    fitting, ranked = (familiar[chosen] for chosen in split(count, la._device))
+    chosen, others = split(count, la._device)
     if is_own:
-        prior = by_median(fitting, prior, z)
-    novelty = Novelty.of(names, fitting.latent(prior), ranked.latent(prior), of_classes=of_classes)
+        prior = by_median(familiar[chosen], prior, z)
+    ranked = None if others is None else familiar[others].latent(prior)
+    novelty = Novelty.of(names, familiar[chosen].latent(prior), ranked, of_classes=of_classes)
     return Detector(la, prior, novelty, float(z) if is_own else None)
 
 
@@ -299,7 +301,7 @@ class Detecting:
         Its prior precision balances the layers, and is such that the median evidence of familiar inputs is `z`
         posterior standard deviations; that of predictions stays. It costs a forward and a backward pass for each
         input, here and later, and is saved with the posterior, as long as this is not fitted, refined or compressed
-        again. A quarter of the inputs (100 to 500 of them) fix the score, the others are ranked.
+        again. All inputs fix the score and are ranked, by cross-fitting; of 2000 or more, 500 do, and the others are.
 
         Args:
             x: Held-out inputs of the kind that the network was trained for, not those that it was trained on: a tensor,

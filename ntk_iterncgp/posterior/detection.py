@@ -6,8 +6,10 @@ precision   What suits probabilities is too little variance for detection, where
             inputs is z posterior standard deviations
 combined    Scores are standardised by the median and the 90 % point of familiar inputs and summed. A distance from
             what is typical counts where it is above the median: to be typical is no evidence of anything
-ranks       p = (1 + #{s_i ≥ s}) / (n + 1) is uniform for another familiar input (conformal). So the inputs are split:
-            a part fixes the score, and the others, which had no say in it, are ranked
+ranks       p = (1 + #{s_i ≥ s}) / (n + 1) is uniform for another familiar input if the n had no say in what the score
+            is (conformal). So of many inputs some fix the score, and the others are ranked. A part of a few hundred
+            would leave the score to the luck of the draw: there all of them fix it, and s_i is what input i would score
+            if the nine tenths without it did (cross-conformal; Vovk 2015), for which p is uniform as far as these agree
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from ntk_iterncgp.posterior.weight_space import WeightPosterior, downdate_roundi
 PRECISIONS = (1e-12, 1e18)  # between which the median rule looks
 HALVINGS = 18  # of these thirty decades: the precision to 0.03 %
 LEAST_PART = 1e-4  # of the largest layer's images, below which one counts no more
-FITTING = (0.25, 100, 500)  # the part of the inputs that fixes the score; at least (or half of them), at most
+ENOUGH = 2000  # inputs, of which some fix the score and others are ranked
+FITTING = 500  # of these; more of them change next to nothing
+RANKING_FOLDS = 10  # of fewer
 HIGH = 0.9  # the quantile that is one above the median
 
 
@@ -132,12 +136,10 @@ def by_median(familiar: Measured, prior: Prior, z: float) -> Prior:
     return prior
 
 
-def split(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Which inputs fix the score, and which are ranked: at random, always the same."""
-    part, least, most = FITTING
-    fitting = min(max(int(part * count), min(least, count // 2)), most)
+def split(count: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Which inputs fix the score, and which are ranked, at random, always the same; None: all of them, cross-fitted."""
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).to(device)
-    return order[:fitting], order[fitting:]
+    return (order, None) if count < ENOUGH else (order[:FITTING], order[FITTING:])
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,15 +155,28 @@ class Novelty:
     ranked: Tensor  # (n,), ascending
 
     @classmethod
-    def of(cls, names: Sequence[str], fitting: Latent, ranked: Latent, *, of_classes: bool) -> Novelty:
+    def of(cls, names: Sequence[str], fitting: Latent, ranked: Latent | None, *, of_classes: bool) -> Novelty:
         """Calibrate scores on familiar inputs.
 
         Args:
             names: Of the scores, keys of `SCORES` or "typicality".
             fitting: What the scores are asked about, at the inputs that fix how they are combined.
-            ranked: The same at n other inputs.
+            ranked: The same at n other inputs. None: the former are ranked, a tenth of them by what the others fix.
             of_classes: Whether the outputs are those of a classifier.
         """
+        fixed = cls._fixed(names, fitting, of_classes)
+        if ranked is not None:
+            return replace(fixed, ranked=fixed.score(ranked).sort().values)
+        every = torch.arange(len(fitting.variance), device=fitting.variance.device)
+        scores = torch.empty_like(fitting.variance)
+        for own in every.tensor_split(RANKING_FOLDS):
+            others = torch.ones_like(every, dtype=torch.bool).index_fill(0, own, value=False)
+            scores[own] = cls._fixed(names, fitting[others], of_classes).score(fitting[own])
+        return replace(fixed, ranked=scores.sort().values)
+
+    @classmethod
+    def _fixed(cls, names: Sequence[str], fitting: Latent, of_classes: bool) -> Novelty:
+        """With nothing to rank among."""
         features, classes = fitting.features(of_classes=of_classes), fitting.classes(of_classes=of_classes)
         num_classes = fitting.outputs.shape[1] if of_classes else 1
         typicality = Typicality.of(features, classes, num_classes)
@@ -171,8 +186,7 @@ class Novelty:
         scale = values.quantile(HIGH, dim=1) - location
         scale = torch.where(scale > 0, scale, torch.ones_like(scale))  # ties
         lowest = ((values - location[:, None]) / scale[:, None]).amin(1)
-        made = cls(tuple(names), of_classes, location, scale, lowest, typicality, location[:0])
-        return replace(made, ranked=made.score(ranked).sort().values)
+        return cls(tuple(names), of_classes, location, scale, lowest, typicality, location[:0])
 
     def __len__(self) -> int:
         """n, the number of familiar inputs that are ranked."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import final
 
 import torch
@@ -31,6 +31,10 @@ class Latent:
     prior_variance: Tensor  # hᵀKh (b,)
     layers: Tensor  # hᵀK_l h for each parameter tensor (b, L)
     flat_variance: Tensor  # hᵀΣh where all weights have one precision (b,)
+
+    def __getitem__(self, chosen: Tensor) -> Latent:
+        """Some of the inputs."""
+        return Latent(*(getattr(self, field.name)[chosen] for field in fields(self)))
 
     @property
     def evidence(self) -> Tensor:  # (b,)

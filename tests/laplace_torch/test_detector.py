@@ -1,8 +1,10 @@
 """`la.detector`: one fit, two precisions; ranks, alarms, saving, and what it refuses."""
 
 import warnings
+from collections.abc import Callable
 from copy import deepcopy
 from functools import cache
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from ntk_iterncgp.posterior.detection import split
+from ntk_iterncgp.laplace_torch.detector import measured_at
+from ntk_iterncgp.posterior.detection import Measured, split
 from ntk_iterncgp.posterior.scores import against_rest
 from tests import oracles
 from tests.clusters_helpers import TRAINING, Digits, Net, digits, make_net
@@ -155,11 +158,46 @@ def test_far_from_all_data_it_raises_an_alarm_however_much_evidence_the_network_
     assert float(detector.alarm(far).double().mean()) > 0.9 and float(detector.alarm(x[700:]).double().mean()) < 0.04
 
 
-def test_another_half_of_the_inputs_makes_the_same_detector(net: Digits, la: Any) -> None:
-    x, noise = familiar(), torch.rand(200, 64, generator=torch.Generator().manual_seed(0))
-    detectors = [la.detector(half) for half in (x[:250], x[250:])]
-    areas = [auroc(det.score(others()), det.score(noise)) for det in detectors]
-    assert abs(areas[0] - areas[1]) < 0.01, areas
+UNFAMILIAR: dict[str, Callable[[Tensor], Tensor]] = {  # of images (b, 8, 8)
+    "turned": lambda x: torch.rot90(x, 1, (1, 2)),
+    "mirrored": lambda x: x.flip(2),
+    "noisy": lambda x: (x + 0.4 * torch.randn(x.shape, generator=torch.Generator().manual_seed(2))).clamp(0, 1),
+    "faint": lambda x: 0.25 * x + 0.75 * x.mean((1, 2), keepdim=True),
+    "negative": lambda x: 1 - x,
+}
+
+
+def mean_auroc(det: Any, measured: dict[str, Measured]) -> float:
+    """Over the sets, beside familiar inputs."""
+    scores = {name: det.novelty.score(part.latent(det.prior)) for name, part in measured.items()}
+    own = scores.pop("own")
+    return mean(auroc(own, other) for other in scores.values())
+
+
+@pytest.mark.parametrize("number", [100, 200])
+def test_other_inputs_of_a_hundred_or_two_make_as_good_a_detector(net: Digits, la: Any, number: int) -> None:
+    """Of turned, mirrored, noisy, faint and negative digits: the mean, between two draws that share no input."""
+    x = others()
+    sets = {"own": x} | {name: make(x.unflatten(1, (8, 8))).flatten(1) for name, make in UNFAMILIAR.items()}
+    prior = la.detector(familiar()).prior  # at unit scale all precisions are the same
+    measured = {name: Measured.cat(list(measured_at(la, prior, inputs))) for name, inputs in sets.items()}
+    differences, areas = [], []
+    for seed in range(4):
+        order = torch.randperm(500, generator=torch.Generator().manual_seed(seed))
+        pair = [mean_auroc(la.detector(familiar()[some]), measured) for some in order[: 2 * number].split(number)]
+        differences.append(abs(pair[0] - pair[1]))
+        areas += pair
+    assert mean(differences) < 0.005, differences
+    assert mean(areas) > mean_auroc(la.detector(familiar()), measured) - 0.01, areas
+
+
+def test_fewer_than_two_thousand_inputs_all_fix_the_score_and_are_ranked(net: Digits, la: Any) -> None:
+    det = la.detector(familiar(), score="typicality")
+    assert len(det.novelty) == 500 and "calibrated on 500 inputs" in str(det)
+    own = det.score(familiar()).sort().values
+    assert bool((det.novelty.ranked.mean() > own.mean())), "what is fitted to an input is nearer to it"
+    p = torch.cat([det.p_value(others()), la.detector(others(), score="typicality").p_value(familiar())])
+    assert float((p <= 0.1).double().mean()) == pytest.approx(0.1, abs=0.03)
 
 
 def test_alarms_come_at_the_rate_that_was_asked_for(net: Digits, la: Any) -> None:
