@@ -12,7 +12,7 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from ntk_iterncgp.experiments.config import EvaluateConfig, RunConfig
+from ntk_iterncgp.experiments.config import EvaluateConfig, RunConfig, TuningConfig
 from ntk_iterncgp.experiments.datasets import Data, Scaling
 from ntk_iterncgp.experiments.evaluation import (
     bootstrap_difference,
@@ -23,10 +23,10 @@ from ntk_iterncgp.experiments.evaluation import (
 )
 from ntk_iterncgp.experiments.evaluation.baselines import BASELINES, Exact, Kfac, LastLayer, SubsetOfData, Unavailable
 from ntk_iterncgp.experiments.evaluation.compare import compare_network, precision_grid
-from ntk_iterncgp.experiments.evaluation.crossfit import crossfit, folds, nll_of
+from ntk_iterncgp.experiments.evaluation.crossfit import crossfit, folds, folds_of, nll_of
 from ntk_iterncgp.experiments.evaluation.families import Latent, Tempered
 from ntk_iterncgp.experiments.evaluation.links import class_probabilities, entropy, mutual_information
-from ntk_iterncgp.experiments.evaluation.report import verdict
+from ntk_iterncgp.experiments.evaluation.report import _tuned_to, verdict
 from ntk_iterncgp.experiments.evaluation.stopwatch import Stopwatch, reset_peak
 from ntk_iterncgp.experiments.evaluation.uncertainty import Difference
 from ntk_iterncgp.experiments.evaluation.valla import VariationalPosterior, fit_valla
@@ -278,6 +278,42 @@ def test_regression_scores_of_the_true_distribution() -> None:
     assert found.rmse == pytest.approx(float((targets - mean).square().mean().sqrt()), rel=1e-5)
     with pytest.raises(ValueError, match="positive"):
         regression_metrics(mean, 0 * variance, targets)
+
+
+def test_the_calibrated_row_is_tuned_as_a_fit_is_on_the_other_half() -> None:
+    model, loader, _ = problem()
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(60, 4, dtype=torch.float64, generator=generator), torch.arange(60) % 3
+    data = Data(loader.dataset, TensorDataset(x, y), Scaling((0.0,), (1.0,)), ("a", "b", "c"), (4,), {})
+    config = RunConfig(evaluate=EvaluateConfig(baselines=("temperature",)))
+    la = Laplace(model, "classification", "all", "iterncgp", num_actions=20)
+    la.fit(loader)
+    found = compare_network(la, model, data, config, lambda line: None)
+    own = found["calibrated"]
+    assert [result.label for result in found.results] == ["temperature scaling", "IterNCGP", "IterNCGP, calibrated"]
+    places = {int(n): place for place, n in enumerate(found.scored)}
+    for (tune, score), T, precision in zip(folds_of(config, 60), own.output_temperatures, own.values, strict=True):
+        chosen = la.calibrate(DataLoader(TensorDataset(x[tune], y[tune]), batch_size=30))
+        assert (T, precision) == pytest.approx((chosen.output_temperature, chosen.prior_precision), rel=1e-4)
+        p = la(x[score], link_approx="quadrature", n_samples=config.evaluate.link_samples)
+        assert torch.allclose(own.probabilities[[places[int(n)] for n in score]], p, atol=1e-4)
+    assert own.difference is not None and own.probit is None
+    assert "cannot be told apart" in verdict(found.results)[-1] or "beyond chance" in verdict(found.results)[-1]
+    assert verdict(found.results)[-1].startswith("IterNCGP, calibrated ")
+    assert " T 1" not in _tuned_to(found["ours"]) and _tuned_to(own).count("T ") == 2
+
+
+@pytest.mark.parametrize("protocol", ["none", "crossfit"])
+def test_without_data_to_calibrate_on_the_pair_of_the_fit_is_scored(protocol: str) -> None:
+    model, loader, _ = problem()
+    x, y = torch.randn(30, 4, dtype=torch.float64), torch.arange(30) % 3  # halves of fifteen
+    data = Data(loader.dataset, TensorDataset(x, y), Scaling((0.0,), (1.0,)), ("a", "b", "c"), (4,), {})
+    config = RunConfig(evaluate=EvaluateConfig(baselines=("map",)), tuning=TuningConfig(protocol=protocol))
+    la = Laplace(model, "classification", "all", "iterncgp", num_actions=20, prior_precision=3.0)
+    la.fit(loader)
+    la.output_temperature = 1.3
+    own = compare_network(la, model, data, config, lambda line: None)["calibrated"]
+    assert set(own.output_temperatures) == {1.3} and set(own.values) == {3.0}
 
 
 def test_detection_by_the_margin_is_the_flavours_own_at_the_precision_of_the_evidence() -> None:

@@ -20,7 +20,7 @@ from ntk_iterncgp.experiments.config import EvaluateConfig, RunConfig
 from ntk_iterncgp.experiments.datasets import Data
 from ntk_iterncgp.experiments.evaluation.baselines import BASELINES, Baseline, Unavailable
 from ntk_iterncgp.experiments.evaluation.crossfit import Fold, Tuned, coarse_places, crossfit, folds_of, nll_of
-from ntk_iterncgp.experiments.evaluation.families import Family, IterNCGP, Latent, Tempered
+from ntk_iterncgp.experiments.evaluation.families import Calibrated, Family, IterNCGP, Latent, Tempered
 from ntk_iterncgp.experiments.evaluation.links import entropy
 from ntk_iterncgp.experiments.evaluation.metrics import ClassificationMetrics, classification_metrics
 from ntk_iterncgp.experiments.evaluation.ood import OODMetrics, ood_metrics
@@ -33,6 +33,7 @@ from ntk_iterncgp.posterior.tuning import ValidationPart
 from ntk_iterncgp.posterior.weight_space import WeightPosterior
 
 LABELS = {"map": "network as it is (MAP)", "temperature": "temperature scaling", "iterncgp": "IterNCGP"}
+LABELS |= {"calibrated": "IterNCGP, calibrated"}  # output temperature and precision together, as a fit does
 LABELS |= {name: kind.label for name, kind in BASELINES.items()}
 TEMPERATURES = torch.logspace(-1, 1, 161, dtype=torch.float64)  # steps of 3 %
 
@@ -65,6 +66,7 @@ class Result:
     tuned: Tuned = field(repr=False)
     ood: dict[str, OtherKind] = field(default_factory=dict, repr=False)
     difference: Difference | None = None  # its NLL less that of IterNCGP
+    output_temperatures: list[float] = field(default_factory=list)  # of each fold, beside these values
     fit_bytes: int | None = None  # the peak of memory, where it was measured
     exact_ratio: dict[str, Tensor] = field(default_factory=dict, repr=False)  # set -> its variance over the exact one
 
@@ -142,6 +144,10 @@ def compare_network(
         for name, posterior in posteriors.items()
     }
     families |= iterncgp
+    if not is_refined:  # which has the precision of its fit
+        families["calibrated"] = Calibrated(iterncgp["iterncgp"], (float(la.output_temperature), start))
+        watch.seconds["fit calibrated"] = watch.seconds.get("fit iterncgp", 0.0)
+        watch.seconds["see calibrated"] = watch.seconds.get("see iterncgp", 0.0) + watch.seconds.get("rows", 0.0)
     evident = iterncgp["iterncgp"].start if is_refined else _evident(la, grid)
     found = compare_families(
         families,
@@ -312,6 +318,7 @@ def _result(
         probit=probit,
         aurc=area_under_risk_curve(confidence, predicted != y),
         values=tuned.values,
+        output_temperatures=tuned.output_temperatures,
         fit_seconds=seconds.get(f"fit {name}", 0.0),
         predict_seconds=seconds.get(f"see {name}", 0.0) + (seconds.get("rows", 0.0) if probit is not None else 0.0),
         probabilities=p,

@@ -33,6 +33,7 @@ class Tuned:
     values: list[float]
     indices: list[int]
     at_edge: bool  # a value lies at the end of the grid: the grid should be wider
+    output_temperatures: list[float]  # of each fold, where a method has one beside it
 
 
 def folds(protocol: str, num_inputs: int, *, validation_size: int | None, seed: int) -> list[Fold]:
@@ -79,22 +80,23 @@ def crossfit(
             evaluated()
         return float(known[index][place[chosen]].mean())
 
-    indices, parts = [], []
+    indices, parts, last, ends = [], [], len(family.grid) - 1, []
     for tune, score in all_folds:
-        is_set = len(tune) == 0 or family.is_fixed
-        index = family.start if is_set else _best(len(family.grid), lambda i, t=tune: loss(i, t))
+        index = family.start if len(tune) == 0 or family.is_fixed else family.choose(tune)
+        if index is None:
+            index = _best(len(family.grid), lambda i, t=tune: loss(i, t))
+            ends.append(index in (0, last))
         indices.append(index)
         parts.append(family.probabilities(index, score, link))
     scored = torch.cat([score for _, score in all_folds])
     order = scored.argsort()
-    last = len(family.grid) - 1
-    ends = [i in (0, last) for i, (tune, _) in zip(indices, all_folds, strict=True) if len(tune)]
     return Tuned(
         scored=scored[order],
         probabilities=torch.cat(parts)[order],
         values=[float(family.grid[i]) for i in indices],
         indices=indices,
-        at_edge=last > 0 and not family.is_fixed and any(ends),
+        at_edge=last > 0 and any(ends),
+        output_temperatures=[T for i in indices if (T := family.output_temperature(i)) is not None],
     )
 
 

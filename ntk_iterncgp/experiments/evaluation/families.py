@@ -4,6 +4,7 @@
     prior, SoD         cov(δ) = J Jᵀ/δ − Z diag(1/(δ(γ + δ))) Zᵀ
     exact, last layer, ELLA, KFAC    cov(δ) = Z diag(1/(λ + δ)) Zᵀ
     iterncgp           `ValidationPart`: J Jᵀ and J A at unit precision
+    calibrated         the same over an output temperature, both chosen at once: not by a grid
 
 The rows of J at an input are the expensive part, and all methods share them; afterwards a prior precision costs small
 products, so that all hyperparameters can be chosen by the same protocol (`crossfit.py`).
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ntk_iterncgp.experiments.evaluation.links import class_probabilities, mutual_information
+from ntk_iterncgp.posterior.calibration import LEAST_DATA, calibrate
 from ntk_iterncgp.posterior.predictive import margin_variance
 from ntk_iterncgp.posterior.tuning import ValidationPart
 from ntk_iterncgp.posterior.weight_space import WeightPosterior
@@ -40,6 +42,14 @@ class Family(ABC):
 
     def doubt(self, index: int, chosen: Tensor) -> Tensor | None:  # (b,)
         """Epistemic uncertainty, or None where a method has no notion of it."""
+        return None
+
+    def choose(self, chosen: Tensor) -> int | None:
+        """The index that these data choose; None: that of the least NLL on them."""
+        return None
+
+    def output_temperature(self, index: int) -> float | None:
+        """Of a method that has one beside the hyperparameter of the grid."""
         return None
 
 
@@ -155,10 +165,54 @@ class IterNCGP(Latent):
         unit = self.all["covariance"].index_select(-3, chosen.to(self.all["covariance"].device))
         return unit.diagonal(dim1=-2, dim2=-1).sum(-1).reshape(-1, len(chosen)).sum(0) / self.grid[index].to(unit)
 
-    def moments(self, index: int, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    def at(self, chosen: Tensor) -> ValidationPart:
+        """What was seen of some of the inputs."""
         rows: dict[str, Any] = {
             name: value.index_select(self.places[name], chosen.to(value.device)) for name, value in self.all.items()
         }
-        part = replace(self.first, **rows)
+        return replace(self.first, **rows)
+
+    def moments(self, index: int, chosen: Tensor) -> tuple[Tensor, Tensor]:
         precision = self.grid[index].reshape(1).to(self.posterior.images.device)
-        return part.moments(self.posterior, precision, self.noise_scale, refined=self.refined)
+        return self.at(chosen).moments(self.posterior, precision, self.noise_scale, refined=self.refined)
+
+
+@final
+class Calibrated(Family):
+    """The same with an output temperature T beside the precision, chosen together as `la.calibrate` does.
+
+    Its grid is that of the precisions it was calibrated to so far; the first pair is that of the fit.
+    """
+
+    def __init__(self, ours: IterNCGP, pair: tuple[float, float]) -> None:
+        self.ours, self.pairs, self.start = ours, [pair], 0
+
+    @property
+    def grid(self) -> Tensor:  # type: ignore[override]
+        return torch.tensor([precision for _, precision in self.pairs], dtype=torch.float64)
+
+    def choose(self, chosen: Tensor) -> int:
+        if len(chosen) < LEAST_DATA:
+            return self.start
+        found = calibrate([self.ours.at(chosen)], self.ours.posterior, self.ours.noise_scale)
+        self.pairs.append((found.output_temperature, found.prior_precision))
+        return len(self.pairs) - 1
+
+    def output_temperature(self, index: int) -> float:
+        return self.pairs[index][0]
+
+    def _moments(self, index: int, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        T, precision = self.pairs[index]
+        ours = self.ours
+        some = torch.tensor([precision], dtype=torch.float64, device=ours.posterior.images.device)
+        mean, covariance = ours.at(chosen).moments(ours.posterior, some, ours.noise_scale, refined=ours.refined)
+        return mean / T, covariance / T**2
+
+    def probabilities(self, index: int, chosen: Tensor, link: str) -> Tensor:
+        parts, number = chosen.split(INPUTS_AT_ONCE), self.ours.num_samples
+        found = [class_probabilities(*self._moments(index, part), link=link, num_samples=number) for part in parts]
+        return torch.cat(found)
+
+    def doubt(self, index: int, chosen: Tensor) -> Tensor:
+        parts, number = chosen.split(INPUTS_AT_ONCE), self.ours.num_samples
+        return torch.cat([mutual_information(*self._moments(index, part), num_samples=number) for part in parts])

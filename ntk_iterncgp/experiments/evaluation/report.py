@@ -9,9 +9,10 @@ from typing import Any
 from ntk_iterncgp.experiments.config import RunConfig
 from ntk_iterncgp.experiments.evaluation.compare import Comparison, Result
 from ntk_iterncgp.experiments.evaluation.tables import Column, Table, number
-from ntk_iterncgp.experiments.evaluation.uncertainty import Difference
+from ntk_iterncgp.experiments.evaluation.uncertainty import Difference, bootstrap_difference
 
 FEWEST_SCORED = 20  # test inputs from which a bootstrap interval means anything
+RESAMPLES = 1000
 SHORT = ("accuracy", "NLL", "± to IterNCGP", "ECE", "NLL probit", "tuned to")  # and the AUROC
 
 PROTOCOLS = {
@@ -52,11 +53,16 @@ def results_table(comparison: Comparison) -> Table:
         ),
         Column(
             "tuned to",
-            lambda r: " / ".join(map(number, r.values)),
-            "The temperature or prior precision of each fold, chosen on the other one.",
+            _tuned_to,
+            "The temperature or prior precision of each fold, chosen on the other one; or both.",
         ),
     ]
     return Table(comparison.results, columns, comparison.unavailable)
+
+
+def _tuned_to(result: Result) -> str:
+    temperatures = [f"T {number(T)}, " for T in result.output_temperatures] or [""] * len(result.values)
+    return " / ".join(T + number(value) for T, value in zip(temperatures, result.values, strict=True))
 
 
 def others_table(comparison: Comparison) -> Table | None:
@@ -131,7 +137,7 @@ def _ood_columns(name: str) -> list[Column]:
 
 def verdict(results: list[Any]) -> list[str]:
     """What the intervals say, whichever way it went."""
-    sentences = []
+    sentences, by_name = [], {result.name: result for result in results}
     for result in results:
         if result.name not in ("map", "temperature", "prior") or result.difference is None:
             continue
@@ -140,14 +146,23 @@ def verdict(results: list[Any]) -> list[str]:
                 f"{len(result.losses)} test inputs are too few to tell IterNCGP from {result.label} by NLL."
             )
             continue
-        difference, place = result.difference, f"[{result.difference.lower:+.4f}, {result.difference.upper:+.4f}]"
-        if difference.lower > 0:
-            sentences.append(f"IterNCGP has a lower NLL than {result.label}, beyond chance: difference {place}.")
-        elif difference.upper < 0:
-            sentences.append(f"IterNCGP has a higher NLL than {result.label}, beyond chance: difference {place}.")
-        else:
-            sentences.append(f"IterNCGP and {result.label} cannot be told apart by NLL: difference {place}.")
+        sentences.append(_told_apart("IterNCGP", result.label, result.difference))
+    if {"calibrated", "temperature"} <= by_name.keys():
+        calibrated, temperature = by_name["calibrated"], by_name["temperature"]
+        if len(calibrated.losses) >= FEWEST_SCORED:
+            found = bootstrap_difference(calibrated.losses, temperature.losses, num_resamples=RESAMPLES, seed=0)
+            sentences.append(_told_apart(calibrated.label, temperature.label, found))
     return sentences
+
+
+def _told_apart(one: str, other: str, difference: Difference) -> str:
+    """What the interval of the NLL of the other less that of the one says."""
+    place = f"[{difference.lower:+.4f}, {difference.upper:+.4f}]"
+    if difference.lower > 0:
+        return f"{one} has a lower NLL than {other}, beyond chance: difference {place}."
+    if difference.upper < 0:
+        return f"{one} has a higher NLL than {other}, beyond chance: difference {place}."
+    return f"{one} and {other} cannot be told apart by NLL: difference {place}."
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
@@ -161,6 +176,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
                 "aurc": r.aurc,
                 "probit": asdict(r.probit) if r.probit else None,
                 "hyperparameters": r.values,
+                **({"output_temperatures": r.output_temperatures} if r.output_temperatures else {}),
                 "difference_to_iterncgp": asdict(r.difference) if r.difference else None,
                 "ood": {
                     name: {"entropy": asdict(o.by_entropy)}

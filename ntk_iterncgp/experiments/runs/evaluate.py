@@ -125,10 +125,13 @@ def _as_saved(fitted: Fitted) -> list[str]:
     if not isinstance(fitted.predictor, NetworkPredictor):
         return []
     la = fitted.predictor.la
+    if la.settings.mean == "refined":
+        return []
     return [
-        "The row of IterNCGP has a prior precision alone, chosen as all are. The saved fit, which predict uses, "
-        f"has an output temperature of {float(la.output_temperature):.3g} and a prior precision of "
-        f"{float(la.prior_precision.mean()):.3g}; it is not in the table."
+        f"The row '{LABELS['calibrated']}' has an output temperature and a prior precision, chosen together as by fit; "
+        f"the row '{LABELS['ours']}' a prior precision alone. The saved fit, which predict uses, has an output "
+        f"temperature of {float(la.output_temperature):.3g} and a prior precision of "
+        f"{float(la.prior_precision.mean()):.3g}."
     ]
 
 
