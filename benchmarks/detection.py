@@ -1,19 +1,24 @@
 """Does one score tell unfamiliar inputs from familiar ones on every network, without labels, outliers or tuning?
 
     ntk-iterncgp bench detection [--quick] [--networks digits,mnist,fashion,cifar] [--inputs 250] [--json FILE]
+    ntk-iterncgp bench detection --checkpoint FILE --data fashion_mnist --model lenet
 
 Networks: a CNN on digits, LeNet on MNIST and on Fashion-MNIST (trained here, on 20 000 images), and the public CIFAR-10
-ResNet-20; images under NTK_ITERNCGP_DATA. Unfamiliar inputs are made of test images (`UNFAMILIAR`), or are those of
-another data set. Other familiar inputs calibrate. Methods, and what they cost beside the forward pass that all need:
+ResNet-20; or any network of these data sets whose weights are in a file. Images under NTK_ITERNCGP_DATA. Unfamiliar
+inputs are made of test images (`UNFAMILIAR`), or are those of another data set. Other familiar inputs calibrate.
+Methods, and what they cost for an input, in forward passes, of which a backward pass is two:
 
-entropy, energy    of the network                                       nothing
-mahalanobis, knn   on features of the last layer of training inputs     one pass over the training data
-prior              the margin over its prior standard deviation         one backward pass
-detector           `la.detector`, 200 actions                           one backward pass; about one epoch for the fit
-by …               its parts and other scores, alone
+entropy, energy    of the network                                       1
+mahalanobis, knn   on features of the last layer                        1; and one pass over the training data
+last layer, KFAC   laplace-torch, entropy of the prediction by          1, and 1 + 2C for the rows of all outputs;
+                   quadrature at the precision of least NLL on 200      about an epoch for the fit
+                   calibrating inputs, with labels
+prior              the margin over its prior standard deviation         3
+detector           `la.detector`, 200 actions                           3; about one epoch for the fit
+by …               its parts and other scores, alone                    3
 
-AUROC in percent, FPR95 beside it: its mean and the worst AUROC over the sets. Then how often alarms come on other
-familiar inputs, and how far their p-values are from uniform (Kolmogorov–Smirnov).
+AUROC in percent, FPR95 beside it: its mean and the worst AUROC over the sets, and the cost. Then how often alarms come
+on other familiar inputs, and how far their p-values are from uniform (Kolmogorov–Smirnov).
 """
 
 from __future__ import annotations
@@ -35,10 +40,15 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchvision.transforms import functional as images
 
 import ntk_iterncgp  # noqa: F401  registers the flavours
-from ntk_iterncgp.experiments.config import DataConfig
+from ntk_iterncgp.experiments.config import DataConfig, EvaluateConfig
 from ntk_iterncgp.experiments.datasets.known import KNOWN, data_root, digits, known
+from ntk_iterncgp.experiments.evaluation.baselines import Baseline, Kfac, LastLayer, Unavailable
+from ntk_iterncgp.experiments.evaluation.crossfit import nll_of
+from ntk_iterncgp.experiments.evaluation.links import entropy
 from ntk_iterncgp.experiments.evaluation.ood import ood_metrics
-from ntk_iterncgp.experiments.models import build
+from ntk_iterncgp.experiments.models import build, load_checkpoint
+from ntk_iterncgp.jacobian.autograd import Jacobian
+from ntk_iterncgp.jacobian.rows import DenseRows
 from ntk_iterncgp.laplace_torch.detector import Detector, measured_at
 from ntk_iterncgp.posterior.scores import SCORES, TYPICALITY, Latent, against_rest
 
@@ -48,8 +58,14 @@ NETWORKS = {  # data set, network, epochs of training, another data set
     "fashion": ("fashion_mnist", "lenet", 10, "mnist"),
     "cifar": ("cifar10", "cifar_resnet20", 0, "fashion_mnist"),
 }
+OTHERS = {"fashion_mnist": "mnist"}  # another data set for those of a checkpoint; else Fashion-MNIST
 TRAINING, NEIGHBOURS, FEATURES = 20_000, 10, 5_000
 CALIBRATING, HELD_OUT = 3_000, 5_000  # familiar inputs, at most
+TUNING = 200  # of these, with labels, for the precision of laplace-torch's methods
+LAPLACES = {"last layer": LastLayer, "KFAC": Kfac}
+PRECISIONS = torch.logspace(-2, 5, 15, dtype=torch.float64)
+AT_ONCE = 20  # inputs whose rows of J are written out
+PASSES = {"entropy": 1, "energy": 1, "mahalanobis": 1, "knn": 1, "last layer": 1, "KFAC": 21}  # of ten classes; else 3
 
 UNFAMILIAR: dict[str, Callable[[Tensor], Tensor]] = {
     "quarter turn": lambda x: torch.rot90(x, 1, (2, 3)),
@@ -82,11 +98,14 @@ def scaled(name: str, x: Tensor) -> Tensor:
     return (x - mean) / std
 
 
-def network(name: str, x: Tensor, y: Tensor, epochs: int) -> nn.Module:
-    """The network, trained by Adam on a cosine schedule; or the public one."""
+def network(name: str, x: Tensor, y: Tensor, epochs: int, checkpoint: Path | None = None) -> nn.Module:
+    """The network, trained by Adam on a cosine schedule; or one whose weights are given."""
     data, kind, *_ = NETWORKS[name]
     torch.manual_seed(0)
     model = build(kind, 10, tuple(x.shape[1:]))
+    if checkpoint is not None:
+        load_checkpoint(model, checkpoint, kind)
+        return model.eval()
     if not epochs:
         model.load_state_dict(
             load_file(data_root(DataConfig()) / "pretrained/cifar10_resnet20.safetensors"), strict=False
@@ -141,6 +160,36 @@ class Baselines:
         }
 
 
+def by_laplace_torch(
+    model: nn.Module, data: TensorDataset, tuning: tuple[Tensor, Tensor], sets: dict[str, Tensor]
+) -> dict[str, dict[str, Tensor]]:
+    """The entropy of the predictions of `LAPLACES` at each set, at the precision of least NLL on the tuning inputs."""
+    fitted: dict[str, Baseline] = {}
+    for name, kind in LAPLACES.items():
+        try:
+            fitted[name] = kind(model, DataLoader(data, 250), EvaluateConfig(), 0, PRECISIONS)
+        except Unavailable as error:
+            print(f"{name}: not available here: {error}")
+    jacobian, (x, y) = Jacobian(model.eval()), tuning
+    with torch.no_grad():
+        for part in torch.cat([x, *sets.values()]).split(AT_ONCE):
+            for rows in jacobian.rows_in_parts(part, len(part), None, 10, 2**30):
+                for baseline in fitted.values():
+                    baseline.see(DenseRows(rows.outputs, rows.written_out()))
+    found = {}
+    for name, baseline in fitted.items():
+        family = baseline.family(1.0, 512)
+        losses = [
+            nll_of(family.probabilities(i, torch.arange(len(x)), "quadrature"), y) for i in range(len(PRECISIONS))
+        ]
+        best, start = int(torch.stack(losses).mean(1).argmin()), len(x)
+        found[name] = {}
+        for kind, inputs in sets.items():
+            chosen = torch.arange(start, start := start + len(inputs))
+            found[name][kind] = entropy(family.probabilities(best, chosen, "quadrature"))
+    return found
+
+
 def prior_margin(la: Any, x: Tensor) -> Tensor:
     """−(margin over the rest) / √k(x, x): the posterior of no data at all."""
     with torch.no_grad():
@@ -173,12 +222,14 @@ def uniformity(det: Detector, x: Tensor) -> dict[str, float]:
     return {"ranked": float(len(det.novelty)), "held out": float(len(p)), "KS": distance, **alarms}
 
 
-def measured(name: str, num_inputs: int, quick: bool) -> tuple[dict[str, dict[str, tuple[float, float]]], Any]:
+def measured(
+    name: str, num_inputs: int, quick: bool, checkpoint: Path | None = None
+) -> tuple[dict[str, dict[str, tuple[float, float]]], Any]:
     """AUROC and FPR95 of each method on each set, and what p-values of familiar inputs look like."""
     data, _, epochs, other = NETWORKS[name]
-    (x, y), (test, _) = raw(data, True), raw(data, False)
+    (x, y), (test, labels) = raw(data, True), raw(data, False)
     x, y = scaled(data, x[:TRAINING]), y[:TRAINING]
-    model = network(name, x, y, min(epochs, 20) if quick else epochs)
+    model = network(name, x, y, min(epochs, 20) if quick else epochs, checkpoint)
     la: Any = Laplace(model, "classification", "all", "iterncgp", num_actions=40 if quick else 200)
     la.fit(DataLoader(TensorDataset(x, y), 500))
     order = torch.randperm(len(test), generator=_generator())
@@ -196,10 +247,22 @@ def measured(name: str, num_inputs: int, quick: bool) -> tuple[dict[str, dict[st
         inputs = scaled(data, inputs)
         return {**baselines(inputs), "prior": prior_margin(la, inputs), **alone(det, inputs)}
 
-    known_scores = scores(plain)
+    tuning = order[num_inputs : num_inputs + TUNING]
+    every = {"own": plain, **made}
+    entropies = by_laplace_torch(
+        model,
+        TensorDataset(x, y),
+        (scaled(data, test[tuning]), labels[tuning]),
+        {kind: scaled(data, inputs) for kind, inputs in every.items()},
+    )
+    all_scores = {
+        kind: scores(inputs) | {method: of_kind[kind] for method, of_kind in entropies.items()}
+        for kind, inputs in every.items()
+    }
+    known_scores = all_scores.pop("own")
     found: dict[str, dict[str, tuple[float, float]]] = {}
-    for kind, inputs in made.items():
-        for method, values in scores(inputs).items():
+    for kind, of_kind in all_scores.items():
+        for method, values in of_kind.items():
             metrics = ood_metrics(known_scores[method], values)
             found.setdefault(method, {})[kind] = (metrics.auroc, metrics.fpr95)
     return found, uniformity(det, scaled(data, held_out)) if len(held_out) else {}
@@ -217,11 +280,18 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--networks", default=",".join(NETWORKS), help="some of them, with commas")
     parser.add_argument("--inputs", type=int, default=250, help="of each kind")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--checkpoint", type=Path, help="weights of any network for --data, of ten classes")
+    parser.add_argument("--data", default="cifar10", choices=["digits", *KNOWN], help="what it was trained on")
+    parser.add_argument("--model", default="cifar_resnet20", help="its architecture, or module:function that makes it")
     options = parser.parse_args(argv)
     warnings.filterwarnings("ignore", message="`torch.jit.script`")
     figures: dict[str, Any] = {}
-    for name in ["digits"] if options.quick else options.networks.split(","):
-        table, familiar = measured(name, 100 if options.quick else options.inputs, options.quick)
+    names = ["digits"] if options.quick else options.networks.split(",")
+    if options.checkpoint is not None:
+        other = OTHERS.get(options.data, "fashion_mnist")
+        NETWORKS["checkpoint"], names = (options.data, options.model, 0, other), ["checkpoint"]
+    for name in names:
+        table, familiar = measured(name, 100 if options.quick else options.inputs, options.quick, options.checkpoint)
         figures[name] = {**table, "familiar": familiar}
         kinds = list(next(iter(table.values())))
         print(f"\n{name}: {', '.join(kinds)}")
@@ -229,7 +299,8 @@ def main(argv: list[str] | None = None) -> None:
         for method, row in sorted(rows.items(), key=lambda item: -float(item[1][:, 0].mean())):
             shown = " ".join(f"{100 * value:5.1f}" for value in row[:, 0].tolist())
             mean, worst, passing = 100 * row[:, 0].mean(), 100 * row[:, 0].min(), 100 * row[:, 1].mean()
-            print(f"{method:22}{shown}   mean {mean:.1f} worst {worst:.1f} FPR95 {passing:.1f}", flush=True)
+            cost = f"cost {PASSES.get(method, 3)}"
+            print(f"{method:22}{shown}   mean {mean:.1f} worst {worst:.1f} FPR95 {passing:.1f} {cost}", flush=True)
         print("familiar inputs: " + ", ".join(f"{what} {value:.4g}" for what, value in familiar.items()), flush=True)
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2))

@@ -1,6 +1,6 @@
 """Are probabilities that were tuned on clean images still right on worse ones?
 
-    ntk-iterncgp bench shift [--quick] [--networks mnist,fashion,cifar] [--inputs 200] [--json FILE]
+    ntk-iterncgp bench shift [--quick] [--networks mnist,fashion,cifar] [--inputs 200] [--columns NLL] [--json FILE]
 
 The networks of `bench detection`, and test images with five strengths of each corruption (`CORRUPTIONS`, made here).
 A temperature, and for IterNCGP the precision beside it (`la.calibrate`), are tuned on other test images, clean ones.
@@ -31,6 +31,7 @@ from ntk_iterncgp.experiments.evaluation.uncertainty import bootstrap_difference
 
 TUNING = 1000  # clean images
 STRENGTHS = range(1, 6)
+COLUMNS = ("NLL", "ECE", "accuracy")
 TEMPERATURES = torch.logspace(-1, 1, 161, dtype=torch.float64)
 
 CORRUPTIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
@@ -87,11 +88,20 @@ def measured(name: str, num_inputs: int, quick: bool) -> dict[str, Any]:
         difference = bootstrap_difference(losses["iterncgp"], losses["temperature"], num_resamples=1000, seed=0)
         row["temperature less IterNCGP"] = [difference.lower, difference.upper]
         found[str(strength)] = row
-        shown = "  ".join(f"{m} {r['NLL']:.4f} {r['ECE']:.4f} {r['accuracy']:.3f}" for m, r in list(row.items())[:3])
-        print(
-            f"{strength}: {shown}  NLL of temperature less IterNCGP {difference.lower:+.4f} … {difference.upper:+.4f}"
-        )
     return found
+
+
+def table(found: dict[str, Any], columns: list[str]) -> str:
+    """Strengths in rows; in columns each method's NLL and what else is asked for, and the interval."""
+    methods = ("network", "temperature", "iterncgp")
+    lines = ["strength" + "".join(f"{f'{method} {column}':>22}" for column in columns for method in methods)]
+    lines[0] += "    NLL of temperature less IterNCGP"
+    for strength in map(str, STRENGTHS):
+        row = found[strength]
+        lower, upper = row["temperature less IterNCGP"]
+        values = "".join(f"{row[method][column]:22.4f}" for column in columns for method in methods)
+        lines.append(f"{strength:<8}{values}    {lower:+.4f} … {upper:+.4f}")
+    return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -99,11 +109,18 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="digits, a small fit: does it run?")
     parser.add_argument("--networks", default="mnist,fashion,cifar", help="some of them, with commas")
     parser.add_argument("--inputs", type=int, default=200, help="test images")
+    parser.add_argument("--columns", default=",".join(COLUMNS), help="of the table: some of NLL,ECE,accuracy")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args(argv)
     warnings.filterwarnings("ignore", message="`torch.jit.script`")
     names = ["digits"] if options.quick else options.networks.split(",")
-    figures = {name: measured(name, 50 if options.quick else options.inputs, options.quick) for name in names}
+    columns = options.columns.split(",")
+    if not set(columns) <= set(COLUMNS):
+        parser.error(f"--columns must be some of {', '.join(COLUMNS)}; got {options.columns}")
+    figures = {}
+    for name in names:
+        figures[name] = measured(name, 50 if options.quick else options.inputs, options.quick)
+        print(table(figures[name], columns), flush=True)
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2))
 

@@ -300,7 +300,7 @@ def test_the_calibrated_row_is_tuned_as_a_fit_is_on_the_other_half() -> None:
     assert own.difference is not None and own.probit is None
     assert "cannot be told apart" in verdict(found.results)[-1] or "beyond chance" in verdict(found.results)[-1]
     assert verdict(found.results)[-1].startswith("IterNCGP, calibrated ")
-    assert " T 1" not in _tuned_to(found["ours"]) and _tuned_to(own).count("T ") == 2
+    assert " T 1" not in _tuned_to(found["iterncgp"]) and _tuned_to(own).count("T ") == 2
 
 
 @pytest.mark.parametrize("protocol", ["none", "crossfit"])

@@ -195,7 +195,7 @@ def test_fewer_than_two_thousand_inputs_all_fix_the_score_and_are_ranked(net: Di
     det = la.detector(familiar(), score="typicality")
     assert len(det.novelty) == 500 and "calibrated on 500 inputs" in str(det)
     own = det.score(familiar()).sort().values
-    assert bool((det.novelty.ranked.mean() > own.mean())), "what is fitted to an input is nearer to it"
+    assert bool(det.novelty.ranked.mean() > own.mean()), "what is fitted to an input is nearer to it"
     p = torch.cat([det.p_value(others()), la.detector(others(), score="typicality").p_value(familiar())])
     assert float((p <= 0.1).double().mean()) == pytest.approx(0.1, abs=0.03)
 

@@ -129,7 +129,7 @@ def _as_saved(fitted: Fitted) -> list[str]:
         return []
     return [
         f"The row '{LABELS['calibrated']}' has an output temperature and a prior precision, chosen together as by fit; "
-        f"the row '{LABELS['ours']}' a prior precision alone. The saved fit, which predict uses, has an output "
+        f"the row '{LABELS['iterncgp']}' a prior precision alone. The saved fit, which predict uses, has an output "
         f"temperature of {float(la.output_temperature):.3g} and a prior precision of "
         f"{float(la.prior_precision.mean()):.3g}."
     ]
