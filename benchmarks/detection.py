@@ -29,6 +29,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -49,8 +50,9 @@ from ntk_iterncgp.experiments.evaluation.ood import ood_metrics
 from ntk_iterncgp.experiments.models import build, load_checkpoint
 from ntk_iterncgp.jacobian.autograd import Jacobian
 from ntk_iterncgp.jacobian.rows import DenseRows
-from ntk_iterncgp.laplace_torch.detector import Detector, measured_at
-from ntk_iterncgp.posterior.scores import SCORES, TYPICALITY, Latent, against_rest
+from ntk_iterncgp.laplace_torch.detector import Detector, _prior_of, measured_at
+from ntk_iterncgp.posterior.detection import Measured, Novelty, by_median
+from ntk_iterncgp.posterior.scores import AUTO, SCORES, TYPICALITY, Latent, against_rest
 
 NETWORKS = {  # data set, network, epochs of training, another data set
     "digits": ("digits", "cnn", 60, "fashion_mnist"),
@@ -63,6 +65,7 @@ TRAINING, NEIGHBOURS, FEATURES = 20_000, 10, 5_000
 CALIBRATING, HELD_OUT = 3_000, 5_000  # familiar inputs, at most
 TUNING = 200  # of these, with labels, for the precision of laplace-torch's methods
 LAPLACES = {"last layer": LastLayer, "KFAC": Kfac}
+HALVES, DRAWS = (50, 100, 200, 400, 1000), 8  # inputs of each of two detectors, and how often these are drawn
 PRECISIONS = torch.logspace(-2, 5, 15, dtype=torch.float64)
 AT_ONCE = 20  # inputs whose rows of J are written out
 PASSES = {"entropy": 1, "energy": 1, "mahalanobis": 1, "knn": 1, "last layer": 1, "KFAC": 21}  # of ten classes; else 3
@@ -223,7 +226,7 @@ def uniformity(det: Detector, x: Tensor) -> dict[str, float]:
 
 
 def measured(
-    name: str, num_inputs: int, quick: bool, checkpoint: Path | None = None
+    name: str, num_inputs: int, quick: bool, checkpoint: Path | None = None, in_halves: bool = False
 ) -> tuple[dict[str, dict[str, tuple[float, float]]], Any]:
     """AUROC and FPR95 of each method on each set, and what p-values of familiar inputs look like."""
     data, _, epochs, other = NETWORKS[name]
@@ -259,6 +262,8 @@ def measured(
         kind: scores(inputs) | {method: of_kind[kind] for method, of_kind in entropies.items()}
         for kind, inputs in every.items()
     }
+    if in_halves:
+        halves(la, scaled(data, calibrating), {kind: scaled(data, inputs) for kind, inputs in every.items()})
     known_scores = all_scores.pop("own")
     found: dict[str, dict[str, tuple[float, float]]] = {}
     for kind, of_kind in all_scores.items():
@@ -266,6 +271,36 @@ def measured(
             metrics = ood_metrics(known_scores[method], values)
             found.setdefault(method, {})[kind] = (metrics.auroc, metrics.fpr95)
     return found, uniformity(det, scaled(data, held_out)) if len(held_out) else {}
+
+
+def halves(la: Any, familiar: Tensor, sets: dict[str, Tensor]) -> dict[int, dict[str, float]]:
+    """Detectors of n familiar inputs and of n others: their mean AUROC over the sets, and by how much the two differ.
+
+    Args:
+        la: The fitted posterior.
+        familiar: Inputs to draw from, as the network takes them.
+        sets: Unfamiliar ones by name, and other familiar ones, "own".
+    """
+    prior = _prior_of(la, balances=True)
+    seen = {kind: Measured.cat(list(measured_at(la, prior, x.split(250)))) for kind, x in sets.items()}
+    pool, found = Measured.cat(list(measured_at(la, prior, familiar.split(250)))), {}
+
+    def area(chosen: Tensor) -> float:
+        own = by_median(pool[chosen], prior, 1.75)
+        novelty = Novelty.of(AUTO["classification"], pool[chosen].latent(own), None, of_classes=True)
+        scores = {kind: novelty.score(part.latent(own)) for kind, part in seen.items()}
+        return mean(ood_metrics(scores["own"], other).auroc for kind, other in scores.items() if kind != "own")
+
+    for n in (n for n in HALVES if 2 * n <= len(familiar)):
+        pairs = []
+        for draw in range(DRAWS):
+            order = torch.randperm(len(familiar), generator=torch.Generator().manual_seed(draw))
+            pairs.append([area(order[:n]), area(order[n : 2 * n])])
+        apart = [abs(one - other) for one, other in pairs]
+        found[n] = {"AUROC": mean(map(mean, pairs)), "mean difference": mean(apart), "largest": max(apart)}
+        shown = ", ".join(f"{what} {value:.4f}" for what, value in found[n].items())
+        print(f"two detectors of {n} inputs each: {shown}", flush=True)
+    return found
 
 
 def _like(x: Tensor, others: Tensor) -> Tensor:
@@ -280,6 +315,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--networks", default=",".join(NETWORKS), help="some of them, with commas")
     parser.add_argument("--inputs", type=int, default=250, help="of each kind")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--halves", action="store_true", help="also how much two detectors of n inputs each differ")
     parser.add_argument("--checkpoint", type=Path, help="weights of any network for --data, of ten classes")
     parser.add_argument("--data", default="cifar10", choices=["digits", *KNOWN], help="what it was trained on")
     parser.add_argument("--model", default="cifar_resnet20", help="its architecture, or module:function that makes it")
@@ -291,16 +327,17 @@ def main(argv: list[str] | None = None) -> None:
         other = OTHERS.get(options.data, "fashion_mnist")
         NETWORKS["checkpoint"], names = (options.data, options.model, 0, other), ["checkpoint"]
     for name in names:
-        table, familiar = measured(name, 100 if options.quick else options.inputs, options.quick, options.checkpoint)
+        num_inputs = 100 if options.quick else options.inputs
+        table, familiar = measured(name, num_inputs, options.quick, options.checkpoint, options.halves)
         figures[name] = {**table, "familiar": familiar}
         kinds = list(next(iter(table.values())))
         print(f"\n{name}: {', '.join(kinds)}")
         rows = {method: torch.tensor([found[kind] for kind in kinds]) for method, found in table.items()}
         for method, row in sorted(rows.items(), key=lambda item: -float(item[1][:, 0].mean())):
             shown = " ".join(f"{100 * value:5.1f}" for value in row[:, 0].tolist())
-            mean, worst, passing = 100 * row[:, 0].mean(), 100 * row[:, 0].min(), 100 * row[:, 1].mean()
+            average, worst, passing = 100 * row[:, 0].mean(), 100 * row[:, 0].min(), 100 * row[:, 1].mean()
             cost = f"cost {PASSES.get(method, 3)}"
-            print(f"{method:22}{shown}   mean {mean:.1f} worst {worst:.1f} FPR95 {passing:.1f} {cost}", flush=True)
+            print(f"{method:22}{shown}   mean {average:.1f} worst {worst:.1f} FPR95 {passing:.1f} {cost}", flush=True)
         print("familiar inputs: " + ", ".join(f"{what} {value:.4g}" for what, value in familiar.items()), flush=True)
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2))

@@ -35,9 +35,10 @@ def test_detection_prints_each_method_with_its_cost(tmp_path: Path, capsys: pyte
 @pytest.mark.cli
 def test_detection_takes_any_checkpoint(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, own = tmp_path / "own.json", ["--data", "digits", "--model", "cnn"]
-    detection.main(["--quick", "--checkpoint", str(checkpoint), *own, "--json", str(file)])
-    found = json.loads(file.read_text())
-    assert found.keys() == {"checkpoint"} and "\ncheckpoint: quarter turn" in capsys.readouterr().out
+    detection.main(["--quick", "--checkpoint", str(checkpoint), *own, "--halves", "--json", str(file)])
+    found, shown = json.loads(file.read_text()), capsys.readouterr().out
+    assert found.keys() == {"checkpoint"} and "\ncheckpoint: quarter turn" in shown
+    assert "two detectors of 100 inputs each: AUROC " in shown and "of 1000 inputs" not in shown
     torch.manual_seed(0)
     x = torch.rand(5, 1, 8, 8)
     model = detection.network("checkpoint", x, torch.zeros(5).long(), 0, checkpoint)

@@ -24,7 +24,6 @@ from ntk_iterncgp.laplace_torch.detector import Detecting
 from ntk_iterncgp.laplace_torch.fitting import FittedNetwork
 from ntk_iterncgp.laplace_torch.grid import GivenMoments, calibrated, descend, search_grid
 from ntk_iterncgp.laplace_torch.hyperparameters import (
-    check_follows_fit,
     check_may_be_tuned,
     check_positive,
     check_prior,
@@ -584,7 +583,6 @@ class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
         Returns:
             What was chosen and why; prints as a table.
         """
-        check_follows_fit(self, "calibrate")
         found = calibrated(self, val_loader, progress_bar)
         self.prior_precision, self.output_temperature = found.prior_precision, found.output_temperature
         return found

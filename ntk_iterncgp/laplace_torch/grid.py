@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from ntk_iterncgp.data.fixed_order import FixedOrderData, Inputs
 from ntk_iterncgp.jacobian.rows import Rows
 from ntk_iterncgp.laplace_torch.detector import draws_from
-from ntk_iterncgp.laplace_torch.hyperparameters import check_may_be_tuned
+from ntk_iterncgp.laplace_torch.hyperparameters import check_follows_fit, check_may_be_tuned
 from ntk_iterncgp.likelihoods import Gaussian, Softmax
 from ntk_iterncgp.posterior.calibration import LEAST_DATA, Calibration, calibrate
 from ntk_iterncgp.posterior.contrasts import Shape
@@ -153,6 +153,7 @@ def calibrated(la: IterNCGPLaplace, loader: DataLoader[Any], progress_bar: bool)
             "`likelihood` must be 'classification' for calibrate, since the noise of a regression is its "
             "temperature; got 'regression'. Try optimize_prior_precision(method='gridsearch')."
         )
+    check_follows_fit(la, "calibrate")
     check_may_be_tuned(la, "calibrate")
     if not isinstance(loader, (DataLoader, Sequence)):
         raise TypeError(

@@ -23,6 +23,7 @@ from ntk_iterncgp.posterior.weight_space import WeightPosterior
 from ntk_iterncgp.runtime.threads import full_precision
 
 LITTLE, MUCH = 0.02, 0.2  # of the variance
+MOST = 0.95  # of the prior variance, that is left
 ALL = 1 - 1e-6  # of the information: nothing is to come
 
 
@@ -53,6 +54,11 @@ class Convergence:
                 "What twice as many would bring cannot be estimated here: the groups of data are not known (after "
                 "refine, load, compress, merge or update, with `storage`, or with a policy other than 'clusters'), or "
                 "twice as many actions would visit other data. Fit with twice as many and compare."
+            )
+        if self.fall < LITTLE and self.variance > MOST * self.prior_variance:
+            return (
+                "More actions would change little here, since the data have next to no say at this prior precision. "
+                "Ask at that of a detector, too: prior_precision=la.detector().prior_precision."
             )
         if self.fall < LITTLE:
             return "More actions would change little here."

@@ -74,6 +74,15 @@ def test_nothing_is_to_come_where_all_directions_are_taken(subset: str) -> None:
     assert found.fall == 0 and found.advice == "More actions would change little here."
 
 
+def test_at_a_precision_where_the_data_have_no_say_the_advice_is_to_ask_elsewhere(
+    net: Digits, fits: dict[int, Any]
+) -> None:
+    found = fits[40].convergence(net.new_x, prior_precision=1e8)
+    assert found.variance > 0.99 * found.prior_variance and found.fall < 0.01
+    assert "no say at this prior precision" in found.advice and "la.detector().prior_precision" in found.advice
+    assert "prior precision" not in fits[40].convergence(net.new_x, prior_precision=0.01).advice
+
+
 def _refined(la: Any, net: Digits) -> None:
     la.refine(net.loader(), epochs=1)
 
