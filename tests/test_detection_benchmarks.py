@@ -57,10 +57,10 @@ def test_shift_prints_the_columns_that_are_asked_for(tmp_path: Path, capsys: pyt
     shift.main(["--quick", "--columns", "NLL,ECE", "--json", str(file)])
     found, shown = json.loads(file.read_text())["digits"], capsys.readouterr().out
     head, *rows = shown[shown.index("strength") :].splitlines()
-    assert len(rows) == 5 and "ours NLL" in head and "temperature ECE" in head and "accuracy" not in head
+    assert len(rows) == 5 and "iterncgp NLL" in head and "temperature ECE" in head and "accuracy" not in head
     for strength, row in zip(shift.STRENGTHS, rows, strict=True):
-        assert f"{found[str(strength)]['ours']['ECE']:.4f}" in row
+        assert f"{found[str(strength)]['iterncgp']['ECE']:.4f}" in row
     whole = shift.table(found, list(shift.COLUMNS))
-    assert "network accuracy" in whole and f"{found['5']['ours']['accuracy']:.4f}" in whole
+    assert "network accuracy" in whole and f"{found['5']['iterncgp']['accuracy']:.4f}" in whole
     with pytest.raises(SystemExit):
         shift.main(["--quick", "--columns", "AUROC"])
