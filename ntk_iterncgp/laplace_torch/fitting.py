@@ -245,9 +245,11 @@ class FittedNetwork(BaseFunctionalLaplace):
         """Condition on more data, without the old ones, at the cost of a fit to the new data alone.
 
         At fixed weights posteriors of disjoint data add up: with A = [A₁ A₂] and R = diag(R₁, R₂) the variance falls at
-        every input, and is not below the exact one given all data. Where `max_rank` is set the best combinations are
-        kept; without it each update adds `num_actions` actions, up to as many as there are weights. Before any fit it
-        is one. Data given twice count twice, with a warning.
+        every input, and is not below the exact one given all data. Without `max_rank` each update adds `num_actions`
+        actions, up to as many as there are weights. With it the best combinations of the old and the new are kept: the
+        trace of the weights' covariance, in units of the prior's, never rises (mean="network"), but the variance at an
+        input may, where what was known about it made room. It stays above the exact one. Before any fit it is one. Data
+        given twice count twice, with a warning.
 
         Args:
             loader: The new data, as for `fit`.

@@ -70,6 +70,20 @@ def test_an_update_lowers_the_variance_at_every_input(net: Net, dtype: torch.dty
     assert bool((after.diagonal() < before.diagonal()).all())
 
 
+def test_with_max_rank_the_variance_of_the_weights_never_rises_on_average_and_the_docstring_promises_no_more() -> None:
+    net = make_net(5, num_data=60, likelihood="regression", width=8)
+    la, largest = net.laplace(num_actions=12, max_rank=6), 0.0
+    everywhere = torch.eye(la.n_params).double()[:, None]  # (P, 1, P)
+    before = torch.full((la.n_params,), torch.inf).double()
+    for start in range(0, 60, 6):
+        la.update(part(net, range(start, start + 6)))
+        variances = la.functional_variance(everywhere)[:, 0, 0]
+        assert la.posterior.rank == 6 and float(variances.sum()) <= float(before.sum()) * (1 + 1e-9)
+        largest, before = max(largest, float((variances / before).max())), variances
+    assert largest > 1.001
+    assert "may, where what was known about it made room" in (type(la).update.__doc__ or "")
+
+
 @nets
 def test_with_actions_for_all_data_update_is_the_exact_posterior_of_a_fit_from_scratch(net: Net) -> None:
     settings = {"num_actions": 1000, "cotangents": 2 if net.likelihood == "classification" else None}

@@ -91,6 +91,28 @@ def test_variance_never_falls_below_the_exact_posterior_of_all_data(
 
 
 @nets
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_with_a_bounded_rank_the_trace_never_rises_and_no_variance_by_more_than_is_dropped(
+    net: Net, dtype: torch.dtype
+) -> None:
+    parts = [fitted(net, rows, dtype).posterior for rows in THIRDS]
+    rounding = 1e-9 if dtype == torch.float64 else 1e-5
+    kept, has_risen = parts[0], False
+    for new in (*parts[1:], parts[0]):
+        whole = merge_posteriors([kept, new])
+        found = bounded(whole, 3, PRECISION, scale(net))
+        before, joint, after = (PRIOR_PRECISION * weight_covariance(p, scale(net)) for p in (kept, whole, found))
+        assert float(after.trace()) <= float(before.trace()) + rounding
+        removed = torch.linalg.eigvalsh(torch.eye(len(joint)).double() - joint).flip(0)
+        assert float(removed[3]) > 1e-3
+        assert float(torch.linalg.eigvalsh(after - joint).max()) <= float(removed[3]) + rounding
+        assert float(torch.linalg.eigvalsh(after - before).max()) <= float(removed[3]) + rounding
+        has_risen |= float(torch.linalg.eigvalsh(after - before).max()) > 1e-3
+        kept = found
+    assert has_risen, "which is why nothing better is promised"
+
+
+@nets
 def test_the_order_does_not_matter(net: Net) -> None:
     parts = [fitted(net, rows).posterior for rows in THIRDS]
     a, b, c = parts
