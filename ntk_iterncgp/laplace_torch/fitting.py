@@ -79,6 +79,7 @@ class FittedNetwork(BaseFunctionalLaplace):
                       no num_actions or max_rank below that number, no max_epochs, no cotangents
     num_actions       how many: for "clusters" the best combinations of more groups of data than that (200), else
                       products with the NTK (50), each one sweep forward+backward and one of Jacobian-vector products
+                      (policy="exact" has as many as it takes: there max_rank bounds their number)
     cotangents        directions for each datum, for "clusters": q of them take (1 + 2q)/3 epochs for q·num_actions.
                       None: one for classification, where the curvature is; for regression, whose outputs all say as
                       much, each output (up to 8 of them, in turn), for num_actions in all

@@ -68,7 +68,8 @@ class IterNCGPAllLaplace(CheckedHyperparameters, IterNCGPLaplace):
             TypeError,
             NotImplementedError,
         ):  # it has a constant of its own dtype, or checkpoints gradients
-            pass
+            with torch.no_grad():
+                jacobian.forward(x)  # whose error, if there is one, is about these inputs, and not the dtype
         if self.dtype is not None:
             raise ValueError(
                 f"dtype={dtype} must be one that the model can compute in; got outputs of another dtype, or an error. "

@@ -68,7 +68,8 @@ def tune_by_evidence(
         value = evidence(log_precision.exp())
         if value.item() > best_value:
             best, best_value = log_precision.detach().exp(), value.item()
-        (-value).backward()
+        # Of the precision alone: a noise that a user's own loop has learnt is still part of the graph of its last step.
+        log_precision.grad = torch.autograd.grad(-value, log_precision)[0]
         optimizer.step()
     last = log_precision.detach().exp()
     return last if evidence(last).item() >= best_value else best

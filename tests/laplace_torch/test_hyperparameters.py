@@ -125,6 +125,15 @@ def test_tuning_by_the_evidence_is_silent(every_warning: None) -> None:
     assert not la.prior_precision.requires_grad
 
 
+def test_tuning_by_the_evidence_follows_a_loop_of_ones_own_that_has_learnt_the_noise() -> None:
+    la = fitted(ONE, num_actions=5)
+    log_noise = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    (-la.log_marginal_likelihood(sigma_noise=log_noise.exp())).backward()
+    learnt = log_noise.grad.clone()
+    la.optimize_prior_precision(method="marglik", n_steps=3)
+    assert not la.prior_precision.requires_grad and torch.equal(log_noise.grad, learnt)
+
+
 @quiet_scalars
 def test_tuning_one_precision_by_the_evidence_finds_the_best_of_a_fine_grid() -> None:
     la = fitted(ONE)

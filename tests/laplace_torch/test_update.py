@@ -302,6 +302,17 @@ def test_a_model_that_has_changed_is_refused() -> None:
             call()
 
 
+@pytest.mark.parametrize("settings", [{}, {"policy": "exact"}], ids=["clusters", "exact"])
+def test_inputs_of_the_wrong_width_are_refused_with_the_model_s_own_words(settings: dict[str, Any]) -> None:
+    net = NETS["several outputs"]
+    la = net.laplace(torch.float32, num_actions=4, **settings)
+    la.fit(part(net, OLD, torch.float32))
+    assert la.posterior.images.dtype == torch.float64  # in which the model itself does not compute
+    with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied \(4x5 and 3x4\)"):
+        la.update([(torch.randn(4, 5), torch.randn(4, 3))])
+    assert la.n_data == 14
+
+
 def test_fits_of_another_model_likelihood_or_prior_mean_are_refused() -> None:
     net = NETS["several classes"]
     la, x = laplace_of(net), net.near_and_far()
