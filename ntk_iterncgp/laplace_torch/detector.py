@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,7 @@ class Detector:
     prior: Prior
     novelty: Novelty
     z: float | None  # None: the precision of predictions
+    _told: list[str] = field(default_factory=list, repr=False)  # so that it is told once
 
     @property
     def prior_precision(self) -> Tensor:  # (L,)
@@ -56,8 +57,19 @@ class Detector:
         Returns:
             The score of each input: the weighted sum of those that are combined, or the only one.
         """
+        self._warn_of_new_data()
         parts = measured_at(self.la, self.prior, x)
         return torch.cat([self.novelty.score(part.latent(self.prior)) for part in parts])
+
+    def _warn_of_new_data(self) -> None:
+        """Posteriors of more data have a W of larger rank; to be refined or compressed leaves it as it is."""
+        now = sum(part.curvature_rank for part in self.la._parts)
+        if now != self.prior.posterior.curvature_rank and not self._told:
+            self._told.append(
+                "This detector was made before update or merge added data, and does not know them: it scores by the "
+                "posterior of that time. Try la.detector(inputs) again."
+            )
+            warnings.warn(self._told[0], stacklevel=3)
 
     def p_value(self, x: Inputs) -> Tensor:  # (b,)
         """Compute the conformal p-value of each input, p = (1 + #{s_i ≥ s}) / (n + 1).

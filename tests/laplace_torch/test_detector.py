@@ -232,6 +232,26 @@ def test_it_stays_the_same_when_hyperparameters_of_predictions_change(net: Digit
     assert torch.equal(det.score(x), before)
 
 
+def test_after_more_data_it_scores_as_before_and_tells_once_that_it_does_not_know_them() -> None:
+    case = make_net(3, num_data=24)
+    loaders = [DataLoader(Subset(case.dataset(), rows), 4) for rows in (range(16), range(16, 24))]
+    la: Any = case.laplace(num_actions=6)
+    la.fit(loaders[0])
+    det = la.detector(of(case))
+    before = det.score(case.x)
+    la.update(loaders[1])
+    with pytest.warns(
+        UserWarning, match=r"made before update or merge added data, .* Try la\.detector\(inputs\) again"
+    ):
+        assert torch.equal(det.score(case.x), before)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(det.score(case.x), before)
+        la.detector(of(case)).score(case.x)
+        la.compress(4)
+        la.detector(of(case)).p_value(case.x)
+
+
 def test_a_damaged_detector_is_refused_and_leaves_the_posterior_as_it_was(net: Digits, la: Any) -> None:
     la.detector(familiar())
     state = la.state_dict()
