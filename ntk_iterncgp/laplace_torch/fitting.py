@@ -48,6 +48,7 @@ from ntk_iterncgp.laplace_torch.updating import (
     other_fit,
     summed,
     update_settings,
+    whole_of,
     without_interruption,
 )
 from ntk_iterncgp.likelihoods import Softmax
@@ -173,6 +174,7 @@ class FittedNetwork(BaseFunctionalLaplace):
         self._fit: NetworkFit | None = None  # what refine resumes
         self._shard: tuple[int, int] | None = None  # and of which part of the data
         self.data_seen = torch.zeros(0, dtype=torch.int64)  # fingerprints of the data sets in the posterior
+        self.shards_seen = torch.zeros(0, 3, dtype=torch.int64)  # and which parts of what they are
         self._prior_of_fit: dict[str, Tensor]
         self._conditioned: tuple[tuple[Tensor, Tensor], ConditionedPosterior] | None = None
 
@@ -227,8 +229,9 @@ class FittedNetwork(BaseFunctionalLaplace):
         """
         part = train_loader if shard is None else shard_of(train_loader, shard)
         if not override:
-            self.update(part, progress_bar=progress_bar, checkpoint=checkpoint)
+            self._update(part, whole_of(train_loader, shard), progress_bar=progress_bar, checkpoint=checkpoint)
             return
+        which = whole_of(train_loader, shard)
         _require_one_device(self.model)
         with exclusively(self.model), evaluating(self.model):
             network = self._network(part)
@@ -237,7 +240,7 @@ class FittedNetwork(BaseFunctionalLaplace):
                 session = open_session(checkpoint, "fit", *identity(self, network, settings))
             found = self._stored(_fitted_to(network, settings, progress_bar=progress_bar, session=session))
             self._take(self._with_reference(found, network))
-            self._shard = shard
+            self._shard, self.shards_seen = shard, which
 
     @parallel.together()
     def update(
@@ -262,6 +265,11 @@ class FittedNetwork(BaseFunctionalLaplace):
             RuntimeError: where the model has changed since the fit.
             KeyboardInterrupt: after Ctrl-C. Whatever is raised, the earlier posterior stays.
         """
+        self._update(loader, whole_of(loader, None), progress_bar=progress_bar, checkpoint=checkpoint)
+
+    def _update(
+        self, loader: DataLoader[Any], which: Tensor, *, progress_bar: bool, checkpoint: Checkpoint | None
+    ) -> None:
         _require_one_device(self.model)
         if self._fitted:
             check_may_add(self)
@@ -276,12 +284,13 @@ class FittedNetwork(BaseFunctionalLaplace):
                 session = open_session(checkpoint, "update", *about)
             with without_interruption():
                 found = self._stored(_fitted_to(network, settings, progress_bar=progress_bar, session=session))
-            check_new_data(self, found)
+            check_new_data(self, found, which)
             if self._fitted:
-                whole, max_rank = added(self, PartialFit.of_fit(found)), self.settings.options.max_rank
+                whole, max_rank = added(self, PartialFit.of_fit(found, which)), self.settings.options.max_rank
                 self._adopt(summed(self, whole, max_rank) if is_crowded(whole, max_rank) else whole)
             else:
                 self._take(self._with_reference(found, network))
+                self.shards_seen = which
 
     def merge(self, other: FittedNetwork | Mapping[str, Any], *, max_rank: int | None = None) -> None:
         """Add the posterior of another fit of this network, to other data.
@@ -326,7 +335,7 @@ class FittedNetwork(BaseFunctionalLaplace):
     def _adopt(self, found: PartialFit) -> None:
         """All has been computed before anything is changed."""
         self._parts, self.loss, self.n_data = found.parts, found.loss, found.num_data
-        self.data_seen, self._report = found.data_seen, found.report
+        self.data_seen, self.shards_seen, self._report = found.data_seen, found.shards_seen, found.report
         self._fit, self._conditioned = None, None
 
     @parallel.together()

@@ -41,6 +41,7 @@ def to_state_dict(la: IterNCGPLaplace) -> dict[str, Any]:
         "n_outputs": la.n_outputs,
         **({"num_tokens": la._num_tokens} if la._num_tokens > 1 else {}),
         "data_seen": la.data_seen,
+        "shards_seen": la.shards_seen,
     }
 
 
@@ -57,7 +58,7 @@ def from_state_dict(la: IterNCGPLaplace, state: Mapping[str, Any]) -> None:
     la.loss, la.n_data, la.n_outputs = float(state["loss"]), int(state["n_data"]), int(state["n_outputs"])
     la._num_tokens = int(state.get("num_tokens", 1))
     la._prior_of_fit = hyperparameters(la)
-    la.data_seen = state.get("data_seen", la.data_seen[:0]).cpu()
+    la.data_seen, la.shards_seen = seen_by(state)
     la._fitted, la._conditioned, la._report, la._fit = True, None, None, None
 
 
@@ -141,11 +142,22 @@ def _check_numbers(state: Mapping[str, Any], num_weights: int) -> None:
     _check_data_seen(state)
 
 
+def seen_by(state: Mapping[str, Any]) -> tuple[Tensor, Tensor]:  # (k,), (k, 3)
+    """Which data a saved posterior has seen, and which shards these are, as far as its version says."""
+    if "data_seen" not in state:
+        return torch.zeros(0, dtype=torch.int64), torch.zeros(0, 3, dtype=torch.int64)
+    seen = state["data_seen"].cpu()
+    return seen, state["shards_seen"].cpu() if "shards_seen" in state else seen.new_zeros(len(seen), 3)
+
+
 def _check_data_seen(state: Mapping[str, Any]) -> None:
     """Fingerprints, of which earlier versions saved none."""
     seen = _part(state, "data_seen", Tensor) if "data_seen" in state else None
     if seen is not None and (seen.dtype, seen.ndim) != (torch.int64, 1):
         raise _damaged("data_seen", str(seen.dtype))
+    shards = _part(state, "shards_seen", Tensor) if "shards_seen" in state else None
+    if None not in (seen, shards) and (shards.dtype != torch.int64 or shards.shape != (len(seen), 3)):
+        raise _damaged("shards_seen", f"{shards.dtype} of shape {tuple(shards.shape)}")
 
 
 def _check_reference(posterior: Mapping[str, Any], rank: int) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -22,11 +22,14 @@ import torch
 from laplace.baselaplace import BaseFunctionalLaplace
 from laplace.utils.enums import Likelihood
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
+from ntk_iterncgp.data.order import FixedBatches, map_style
 from ntk_iterncgp.fitting.network import LinearisedNetwork, NetworkFit, NetworkSettings
 from ntk_iterncgp.fitting.report import FitReport, Record
 from ntk_iterncgp.laplace_torch.hyperparameters import noise_parts, same_ratios
-from ntk_iterncgp.laplace_torch.saving import checked_posterior
+from ntk_iterncgp.laplace_torch.saving import checked_posterior, seen_by
+from ntk_iterncgp.persistence.fingerprint import MIXING, digest_rows
 from ntk_iterncgp.posterior.merging import bounded, merge_posteriors
 from ntk_iterncgp.posterior.weight_space import WeightPosterior
 from ntk_iterncgp.runtime.memory import available_bytes, require_memory
@@ -36,9 +39,9 @@ if TYPE_CHECKING:
     from ntk_iterncgp.laplace_torch.fitting import FittedNetwork
 
 AT_FIRST, DATA_PER_ACTION = 2, 25
-"""With `max_rank` R, the first data take so many times R actions, later ones their share of R, and at least one for so
-many data: batches of few data take as long as larger ones. Each action is then a group of data, and combined with all
-others at once."""
+"""With `max_rank` R, the first data take so many times R actions, later ones their share of R, and all at least one for
+so many data: batches of few data take as long as larger ones. Each action is then a group of data, and combined with
+all others at once."""
 ADVICE = "update(loader) conditions on more data, merge(other) on those of another fit; refine is for a single fit."
 INTERRUPTED = "The run was interrupted"  # how the warning of a fit begins of which nothing is kept here
 
@@ -51,17 +54,18 @@ class PartialFit:
     loss: float
     num_data: int
     data_seen: Tensor  # fingerprints, one for each data set (k,)
+    shards_seen: Tensor  # which part of what each of these is (k, 3): `whole_of`
     report: FitReport | None  # None: of another process
 
     @classmethod
     def of(cls, la: FittedNetwork) -> PartialFit:
         """What la has been fitted to so far."""
-        return cls(la._parts, float(la.loss), la.n_data, la.data_seen, la._report)
+        return cls(la._parts, float(la.loss), la.n_data, la.data_seen, la.shards_seen, la._report)
 
     @classmethod
-    def of_fit(cls, found: NetworkFit) -> PartialFit:
-        """A fit by itself."""
-        return cls((found.posterior,), found.loss, found.num_data, found.data_seen, found.report)
+    def of_fit(cls, found: NetworkFit, shard: Tensor) -> PartialFit:
+        """A fit by itself, of this part (1, 3)."""
+        return cls((found.posterior,), found.loss, found.num_data, found.data_seen, shard, found.report)
 
     @property
     def rank(self) -> int:
@@ -89,16 +93,81 @@ def without_interruption() -> Iterator[None]:
         yield
 
 
-def check_new_data(la: FittedNetwork, found: NetworkFit) -> None:
+def check_new_data(la: FittedNetwork, found: NetworkFit, shard: Tensor) -> None:
     """Raise `KeyboardInterrupt` after Ctrl-C, and warn of data that are in the posterior already."""
     if found.report.status == Status.INTERRUPTED.value:
         raise KeyboardInterrupt
-    if bool(torch.isin(found.data_seen, la.data_seen).any()):
+    if count_twice(la.data_seen, found.data_seen) or overlap(la.shards_seen, shard):
         warnings.warn(
-            "These data are in the posterior already, and count twice now. Try fit(loader) for a posterior that has "
-            "them once.",
-            stacklevel=4,
+            "These data, or some of them, are in the posterior already, and count twice now. Try fit(loader) for a "
+            "posterior that has them once.",
+            stacklevel=5,
         )
+
+
+PROBES = 64  # data by which the whole is recognised of which another shard was fitted
+
+
+def whole_of(loader: Any, shard: tuple[int, int] | None) -> Tensor:  # (1, 3)
+    """(k, K, a hash of the data that were shared out), by which overlapping shards are told from disjoint ones.
+
+    The hash is of a few data at given places of the fixed order: two loaders that give the same data in another order
+    are not recognised. It is zero where that is not known, as of a stream, or would take reading a file for a fit that
+    is of all data.
+    """
+    is_stream = isinstance(loader, DataLoader) and (
+        isinstance(loader.dataset, IterableDataset) or type(loader).__iter__ is not DataLoader.__iter__
+    )
+    rows, number = list[Tensor](), 0
+    if isinstance(loader, DataLoader) and not is_stream:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a fit has told, or will
+            source = map_style(loader)
+        number = len(source.indices)
+        if number and (shard is not None or source.tensors is not None):
+            alone = replace(source, settings=source.settings | {"num_workers": 0, "pin_memory": False})
+            batches = [[source.indices[i]] for i in _places(number)]
+            with suppress(Exception):  # of a collate_fn that will not have one datum: then it is not known
+                rows = [_digest_of(batch) for batch in FixedBatches(alone.read(batches), len(batches), alone)]
+    elif isinstance(loader, (list, tuple)):
+        number = len(loader)
+        rows = [_digest_of(loader[i]) for i in _places(number)]
+    if not rows:
+        return torch.zeros(1, 3, dtype=torch.int64)
+    found = torch.stack(rows)
+    for shift, factor in MIXING:
+        found = (found ^ (found >> shift)) * factor
+    places = torch.arange(1, 2 * len(found), 2)  # odd: the order counts
+    return torch.tensor([[*(shard or (1, 1)), int((found * places).sum() + number)]])
+
+
+def _places(number: int) -> list[int]:
+    """Some of so many places, the first and the last among them."""
+    return sorted({round(place) for place in torch.linspace(0, number - 1, min(number, PROBES)).tolist()})
+
+
+def _digest_of(batch: Any) -> Tensor:
+    """Of all tensors with rows in it, inputs and targets."""
+    if isinstance(batch, Tensor):
+        return digest_rows(batch).sum().cpu() if batch.ndim else torch.zeros((), dtype=torch.int64)
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    total = torch.zeros((), dtype=torch.int64)
+    for place, part in enumerate(parts):
+        total += (2 * place + 1) * _digest_of(part)
+    return total
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:  # (a, 3), (b, 3)
+    """Whether a datum is in two shards of one whole: rows k + K·i and j + J·i' meet where gcd(K, J) divides k − j."""
+    (k, K, whole), (j, J, same) = one[:, None].unbind(2), other[None].unbind(2)
+    return bool(((whole == same) & (whole != 0) & ((k - j) % torch.gcd(K, J).clamp_min(1) == 0)).any())
+
+
+def count_twice(one: Tensor, other: Tensor) -> bool:  # (a,), (b,)
+    """Whether a data set is in both, or one is all of the other: fingerprints of disjoint data add up."""
+    if not len(one) or not len(other):
+        return False
+    return bool(torch.isin(other, torch.cat([one, one.sum()[None]])).any() | torch.isin(one, other.sum()).any())
 
 
 def update_settings(la: FittedNetwork, network: LinearisedNetwork) -> NetworkSettings:
@@ -159,13 +228,13 @@ def other_fit(la: FittedNetwork, other: Any) -> PartialFit:
             "`other` must have the ratios of sigma_noise between outputs of this fit, "
             f"{la.sigma_noise.detach().tolist()}; got {state['sigma_noise'].tolist()}. Try fits with one sigma_noise."
         )
-    seen = state.get("data_seen", la.data_seen[:0]).cpu()
-    if bool(torch.isin(seen, la.data_seen).any()):
+    seen, shards = seen_by(state)
+    if count_twice(la.data_seen, seen) or overlap(la.shards_seen, shards):
         raise ValueError(
             "`other` must be a fit of other data; got one of data that are in this posterior already, and would count "
-            "twice. Try to merge each shard once."
+            "twice. Try to merge each shard once, and shards (k, K) with one K."
         )
-    return PartialFit((posterior,), float(state["loss"]), int(state["n_data"]), seen, None)
+    return PartialFit((posterior,), float(state["loss"]), int(state["n_data"]), seen, shards, None)
 
 
 def _shown(value: Any) -> str:
@@ -203,6 +272,7 @@ def added(la: FittedNetwork, new: PartialFit) -> PartialFit:
         own.loss + new.loss,
         own.num_data + new.num_data,
         torch.cat([own.data_seen, new.data_seen]),
+        torch.cat([own.shards_seen, new.shards_seen]),
         _report(own, new),
     )
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for k in range(1, SHARDS + 1):
         arguments = ["fit", str(root / "small.yaml"), "--shard", f"{k}/{SHARDS}", "--output-dir", str(root / f"{k}")]
         assert run(arguments, SMALL) == 0
-    others = {"other": ["seed=1"], "layer": ["fit.subset_of_weights=last_layer"]}
+    others = {"other": ["seed=1"], "layer": ["fit.subset_of_weights=last_layer", "fit.shard=2/3"]}
     kernel = ["kernel.name=RBF", "kernel.max_products=2"]
     for name, settings in {**others, "kernel": kernel}.items():
         assert run(["fit", str(root / "small.yaml"), "--output-dir", str(root / name)], SMALL + settings) == 0
@@ -91,9 +92,35 @@ def test_merging_again_gives_what_merging_at_once_does(folder: Path, tmp_path: P
     assert cli.main(["merge", first, second, "--output", str(total)]) == 0
     assert json.loads((tmp_path / "total.json").read_text())["config"]["fit"]["shard"] == "1/3"
     assert cli.main(["merge", str(total), third, "--output", str(total)]) == 0  # onto itself
+    assert json.loads((tmp_path / "total.json").read_text())["config"]["fit"]["shard"] is None, "all are there"
     assert cli.main(["merge", first, second, third, "--output", str(tmp_path / "all.safetensors")]) == 0
     la, whole = (restore(path, CPU).predictor.la for path in (total, tmp_path / "all.safetensors"))  # type: ignore[attr-defined]
     assert la.n_data == whole.n_data == 160 and set(la.data_seen.tolist()) == set(whole.data_seen.tolist())
+
+
+@pytest.mark.cli
+def test_overlapping_shards_are_refused_and_disjoint_ones_are_not(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fit(shard: str) -> str:
+        path = tmp_path / shard.replace("/", "of")
+        arguments = ["fit", str(folder / "small.yaml"), "--output-dir", str(path)]
+        assert run([*arguments, *(["--shard", shard] if shard != "1/1" else [])], SMALL) == 0
+        return str(path / "posterior.safetensors")
+
+    half, quarter, other, whole = map(fit, ("1/2", "1/4", "2/4", "1/1"))
+    out = tmp_path / "out.safetensors"
+    for given, message in (([half, quarter], "of shard 1/4 and '.*' of shard 1/2"), ([quarter, whole], "shard 1/1")):
+        assert cli.main(["merge", *given, "--output", str(out)]) == 2
+        assert re.search(message, capsys.readouterr().err) and not out.exists()
+    assert cli.main(["merge", half, other, "--output", str(out)]) == 0  # rows 1, 3, 5, … and 2, 6, 10, …
+    assert json.loads((tmp_path / "out.json").read_text())["shards"] == ["1/2", "2/4"]
+    assert cli.main(["merge", str(out), quarter, "--output", str(tmp_path / "more.safetensors")]) == 2
+    everything = tmp_path / "everything.safetensors"
+    assert cli.main(["merge", *parts(folder), "--output", str(everything)]) == 0
+    assert json.loads((tmp_path / "everything.json").read_text())["shards"] == ["1/1"]
+    assert cli.main(["merge", str(everything), whole, "--output", str(out)]) == 2
+    assert "would count twice" in capsys.readouterr().err
 
 
 @pytest.mark.cli
@@ -163,8 +190,6 @@ def test_what_does_not_belong_together_is_refused_in_one_message(
     assert cli.main(["merge", *paths, "--output", str(output)]) == 2
     told = capsys.readouterr().err
     assert len(told.splitlines()) == 1
-    import re
-
     assert re.search(message, told), told
     assert output.read_text() == "as it was" and [p.name for p in tmp_path.iterdir()] == ["out.safetensors"]
 

@@ -493,6 +493,73 @@ def test_fits_of_all_shards_are_the_exact_posterior_with_enough_actions() -> Non
     close(joint_variance(la, x), net.exact(x), 1e-6)
 
 
+def shard_fit(net: Net, shard: tuple[int, int] | None, loader: Any = None) -> Any:
+    la = net.laplace(num_actions=3)
+    la.fit(net.loader() if loader is None else loader, shard=shard)
+    return la
+
+
+LISTED = {"a loader": lambda net: net.loader(), "shuffled": lambda net: net.loader(batch_size=7, shuffle=True)}
+LISTED["a list"] = lambda net: list(net.loader())
+
+
+@pytest.mark.parametrize("kind", LISTED)
+def test_overlapping_shards_are_refused_and_disjoint_ones_are_not(kind: str) -> None:
+    net = NETS["several classes"]
+    half = shard_fit(net, (1, 2), LISTED[kind](net))
+    for shard in ((1, 4), (3, 4), (2, 3), (1, 1)):
+        with pytest.raises(ValueError, match="got one of data that are in this posterior already, and would count"):
+            half.merge(shard_fit(net, shard, LISTED[kind](net)).state_dict())
+    half.merge(shard_fit(net, (2, 4), LISTED[kind](net)))
+    saved = half.state_dict()
+    half.merge(shard_fit(make_net(0, num_data=23), (1, 4)))  # other data: there is one less of them
+    assert half.n_data == 24 // 2 + 24 // 4 + 6
+    other = net.laplace()
+    other.load_state_dict(saved)
+    with pytest.raises(ValueError, match="shards \\(k, K\\) with one K"):
+        other.merge(shard_fit(net, (2, 8), LISTED[kind](net)))
+    with pytest.warns(UserWarning, match="in the posterior already, and count twice"):
+        other.fit(LISTED[kind](net), shard=(2, 8), override=False)
+
+
+def test_all_of_the_data_after_their_shards_count_twice_and_a_warning_says_so() -> None:
+    net = NETS["several classes"]
+    la = shard_fit(net, (1, 3))
+    for k in (2, 3):
+        la.merge(shard_fit(net, (k, 3)))
+    with pytest.raises(ValueError, match="would count twice"):
+        la.merge(shard_fit(net, None))
+    la.shards_seen = torch.zeros_like(la.shards_seen)  # as of an earlier version: fingerprints of disjoint data add up
+    with pytest.warns(UserWarning, match="in the posterior already, and count twice"):
+        la.update(net.loader(batch_size=9))
+    whole = shard_fit(net, None)
+    assert int(whole.data_seen) == int(la.data_seen[:3].sum())
+
+
+def test_a_file_of_an_earlier_version_does_not_know_of_shards_and_a_damaged_one_is_refused() -> None:
+    net = NETS["several classes"]
+    la, state = shard_fit(net, (1, 2)), shard_fit(net, (2, 2)).state_dict()
+    with pytest.raises(ValueError, match="shards_seen of a saved posterior must be whole"):
+        la.merge({**state, "shards_seen": torch.zeros(2, 3, dtype=torch.int64)})
+    del state["shards_seen"]
+    la.merge(state)
+    assert la.shards_seen.shape == (2, 3) and bool((la.shards_seen[1] == 0).all())
+    other = net.laplace()
+    other.load_state_dict(state)
+    assert other.shards_seen.shape == (1, 3)
+
+
+def test_reading_what_is_shared_out_leaves_random_numbers_alone_and_asks_for_no_datum_of_a_fit_of_all() -> None:
+    net, before = NETS["several classes"], torch.get_rng_state()
+    Interrupting.reading, Interrupting.at = 0, -1
+    data = Interrupting(net.x, net.y)
+    assert bool((updating.whole_of(DataLoader(data, 4, shuffle=True), None) == 0).all()) and Interrupting.reading == 0
+    found = updating.whole_of(DataLoader(data, 4, shuffle=True), (2, 5))
+    assert found[0, :2].tolist() == [2, 5] and Interrupting.reading == 24
+    assert torch.equal(found[0, 2], updating.whole_of(net.loader(), (1, 5))[0, 2])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_refine_goes_on_with_the_shard_of_the_fit() -> None:
     net = NETS["several classes"]
     la = net.laplace(num_actions=2)

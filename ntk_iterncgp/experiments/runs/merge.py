@@ -9,10 +9,12 @@ read one at a time, and added up as a tree: of K posteriors at most log₂K + 2 
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,10 @@ from ntk_iterncgp.persistence.locks import FolderLock
 
 ALIKE = ("scaling", "targets", "class_names", "input_shape")
 """What files must agree in beside the network, which is compared number by number."""
+
+
+ELSEWHERE = ("root", "batch_size", "download", "test_limit", "ood", "ood_limit")
+"""Settings of data in which machines may differ that share them out."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +58,19 @@ class Header:
     def num_data(self) -> int:
         """How many data it has seen."""
         return int(self.about["num_data"])
+
+    @property
+    def shards(self) -> list[str]:
+        """Which parts of its training data it has seen, as k/K; 1/1 for all. Of a merge of an earlier version, one."""
+        found = self.about.get("shards")
+        return list(found) if found else [self.about["config"]["fit"].get("shard") or "1/1"]
+
+    @property
+    def whole(self) -> str:
+        """What these are parts of."""
+        config = self.about["config"]
+        data = {name: value for name, value in config["data"].items() if name not in ELSEWHERE}
+        return json.dumps([data, config.get("seed")], sort_keys=True)
 
 
 def merge(
@@ -146,6 +165,8 @@ def _check_together(headers: Sequence[Header]) -> None:
                     f"Each file must be of other data; got '{header.path}' and '{seen[fingerprint]}', which have seen "
                     "the same, and it would count twice. Try each of them once."
                 )
+        for other in headers[: headers.index(header)]:
+            _check_disjoint(header, other)
         seen |= dict.fromkeys(header.data_seen, header.path)
         for name in ALIKE:
             if header.about.get(name) != first.about.get(name):
@@ -153,6 +174,22 @@ def _check_together(headers: Sequence[Header]) -> None:
                     f"All files must have the same {name}; got others in '{header.path}' than in '{first.path}'. Try "
                     "fits that share a network, for instance by fit --shard."
                 )
+
+
+def _check_disjoint(one: Header, other: Header) -> None:
+    """Raise where two files have seen overlapping shards of the same data, as 1/2 and 1/4 are.
+
+    Files without a shard are compared by their data alone: those of the same name may be others by now.
+    """
+    if one.whole != other.whole or one.shards == other.shards == ["1/1"]:
+        return
+    for a, b in product(one.shards, other.shards):
+        (k, total), (j, others) = shard_numbers(a), shard_numbers(b)
+        if (k - j) % math.gcd(total, others) == 0:
+            raise ConfigError(
+                f"Each file must be of other data; got '{one.path}' of shard {a} and '{other.path}' of shard {b}, "
+                "which overlap, and data would count twice. Try shards k/K with one K."
+            )
 
 
 def _hyperparameters(headers: Sequence[Header]) -> Callable[[Any], None]:
@@ -204,8 +241,9 @@ def _about(headers: Sequence[Header], la: Any, seconds: float) -> dict[str, Any]
         "history": [],
     }
     settings = {**first["config"], "fit": {**first["config"]["fit"]}}
-    if _are_complete([header.about["config"]["fit"].get("shard") for header in headers]):
-        settings["fit"]["shard"] = None
+    shards = [shard for header in headers for shard in header.shards]
+    if _are_complete(shards) and len({header.whole for header in headers}) == 1:
+        settings["fit"]["shard"], shards = None, ["1/1"]
     return {
         **first,
         "config": settings,
@@ -214,13 +252,12 @@ def _about(headers: Sequence[Header], la: Any, seconds: float) -> dict[str, Any]
         "noise_variance": float(la.sigma_noise) ** 2,
         "num_data": la.n_data,
         "report": report,
+        "shards": shards,
         "merged": [str(header.path) for header in headers],
     }
 
 
-def _are_complete(shards: Sequence[Any]) -> bool:
+def _are_complete(shards: Sequence[str]) -> bool:
     """Whether these are 1/K, 2/K, …, K/K."""
-    if not all(isinstance(shard, str) for shard in shards):
-        return False
     numbers = sorted(shard_numbers(shard) for shard in shards)
     return numbers == [(k, len(shards)) for k in range(1, len(shards) + 1)]
