@@ -38,7 +38,7 @@ from ntk_iterncgp.solver.stopping import Status
 if TYPE_CHECKING:
     from ntk_iterncgp.laplace_torch.fitting import FittedNetwork
 
-AT_FIRST, DATA_PER_ACTION = 2, 25
+AT_FIRST, DATA_PER_ACTION = 1, 25
 """With `max_rank` R, the first data take so many times R actions, later ones their share of R, and all at least one for
 so many data: batches of few data take as long as larger ones. Each action is then a group of data, and combined with
 all others at once."""
