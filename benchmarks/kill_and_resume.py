@@ -2,9 +2,10 @@
 
     ntk-iterncgp bench kill_and_resume [--quick] [--kills 20] [--seed 0] [--door network] [--json FILE]
 
-Three programs of about a minute, slowed down on purpose: a network by clusters (a fit and a refine), a
-network's refined mean, and a Gaussian process with a kernel. Each is killed 20 times, mostly some time after it has
-saved, now and then at any moment of its life, and must end with the same bits as once undisturbed.
+Five programs of about a minute, slowed down on purpose: a network by clusters (a fit and a refine), a network's refined
+mean, a Gaussian process with a kernel, and updates of a network and of a Gaussian process with more data. Each is
+killed 20 times, mostly some time after it has saved, now and then at any moment of its life, and must end with the same
+bits as once undisturbed.
 
 Nothing is to be lost beyond the last save interval. Every life keeps a journal of the pieces of its work (calls of the
 network, states of a solver), of its chances to save (after each batch or product, which is saved whole) and of its
@@ -228,9 +229,37 @@ def kernel(pace: Pace, checkpoint: Checkpoint) -> dict[str, Any]:
     with checkpoint:
         gp.fit(x.double(), y, callback=slowly, checkpoint=checkpoint)
         gp.refine(20, callback=slowly, checkpoint=checkpoint)
-        state = gp.posterior_.state
-        found = {"gram": state.gram, "noise": state.noise_gram, "offset": state.iterate.offset}
-        return _numbers(gp.report_, found | {"actions": state.buffer.actions.factor.matrix})
+        return _numbers_of(gp)
+
+
+def update(pace: Pace, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Most kills are in the update: the fit is of a fifth of the data."""
+    (x, y), old = _data(pace.num_data), pace.num_data // 5
+    la, _ = _network(pace, num_actions=pace.num_data // BATCH, max_rank=pace.num_data // BATCH // 2)
+    with checkpoint:
+        la.fit(DataLoader(TensorDataset(x[:old], y[:old]), BATCH), checkpoint=checkpoint)
+        la.update(DataLoader(TensorDataset(x[old:], y[old:]), BATCH), checkpoint=checkpoint)
+        return _numbers(la.report_, la.state_dict()["posterior"])
+
+
+def kernel_update(pace: Pace, checkpoint: Checkpoint) -> dict[str, Any]:
+    x, y = _data(pace.num_data // 5)
+    old = len(x) // 5
+    gp = NonConjugateGP(kernels.Matern32(lengthscale=3.0), likelihoods.Softmax(4), max_products=40, actions="joint")
+
+    def slowly(state: object) -> None:
+        work(pace.per_state)
+
+    with checkpoint:
+        gp.fit(x[:old].double(), y[:old], callback=slowly, checkpoint=checkpoint)
+        gp.update(x[old:].double(), y[old:], callback=slowly, checkpoint=checkpoint)
+        return _numbers_of(gp)
+
+
+def _numbers_of(gp: NonConjugateGP) -> dict[str, Any]:
+    state = gp.posterior_.state
+    found = {"gram": state.gram, "noise": state.noise_gram, "offset": state.iterate.offset}
+    return _numbers(gp.report_, found | {"actions": state.buffer.actions.factor.matrix})
 
 
 def _numbers(report: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -259,6 +288,8 @@ DOORS = {
         refined_mean, lambda pace: 4 * pace.num_data // BATCH + 12, lambda p: 2 * p.num_data // BATCH + 5
     ),
     "kernel": Door(kernel, lambda pace: 1, lambda pace: 0),
+    "update": Door(update, lambda pace: 30, lambda pace: 4),
+    "kernel update": Door(kernel_update, lambda pace: 1, lambda pace: 0),
 }
 
 
