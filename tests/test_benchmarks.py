@@ -310,7 +310,10 @@ def test_the_benchmark_of_updates_counts_what_went_through_the_network(
         assert 0.3 < figures[f"{name} backward"] < 2 and figures[f"{name} forward"] > 1
         assert 0 < figures[f"{name} contraction"] < 1
     assert figures["quality"] > 0.5
-    assert "time of the updates, over one fit" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "time of the updates, over one fit" in told and "4 shards" in told
+    assert figures["4 shards 8 contraction"] > 0.5 * figures["one fit 8 contraction"] > 0
+    assert 0 <= figures["4 shards 8 AUROC"] <= 1
 
 
 @pytest.mark.cli
