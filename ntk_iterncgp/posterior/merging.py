@@ -8,15 +8,16 @@ posterior given all of the data, in the span of all of the actions, is
 in any order (MATH section 14). It is the very system that one solver with these actions would have solved: the variance
 is not below the exact one given all data, and not above that of any part.
 
-With a bounded rank the second cannot hold at every input: R combinations that say as much as the old ones everywhere are
-those of their span, and nothing new gets in. With B = Λ^{-½}A and the eigenvalues λ₁ ≥ λ₂ ≥ … of B M⁻¹Bᵀ the R leading
-eigenvectors are kept, hence (up to rounding)
+With a bounded rank the second does not hold at every input: R combinations that say as much as the old ones everywhere
+are those of their span, and nothing new gets in. With B = Λ^{-½}A and the eigenvalues λ₁ ≥ λ₂ ≥ … of B M⁻¹Bᵀ the R
+leading eigenvectors are kept, hence (up to rounding)
 
     tr Λ^{½}ΣΛ^{½} is the least of all R combinations, the old ones among them: it never rises,
     J(x)ΣJ(x)ᵀ is at most λ_{R+1} k(x, x) above that with all actions, and so above that of any part.
 
 Weights that favour the old combinations were tried (B M⁻¹Bᵀ in units of the covariance before): rises of a regression
-with R = 15 went from 3.8 to 1.07 times at the worst input of ten updates, and the variance at the end from 1.33 to 1.58.
+with R = 15 went from 3.8 to 1.07 times at the worst input of ten updates, and the variance in the end from 1.33 to
+1.58, where one fit of all data has 1.13.
 """
 
 from __future__ import annotations
