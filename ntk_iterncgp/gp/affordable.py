@@ -9,7 +9,7 @@ near the switch both cost about the same.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,6 +23,10 @@ from ntk_iterncgp.solver.exact import is_solvable
 ENTRY_FLOPS = 250.0  # an exponential and its memory traffic; 60 to 240 million of them in the time of 3e10 flops
 COORDINATE_FLOPS = 10.0
 MEMORY_FRACTION = 0.5  # of what is available, that exact fits take without being asked
+SUBSETS = (1000, 500, 250, 100)  # data whose exact evidence gives a search its starting values
+SUBSET_EVALUATIONS = 40  # of that evidence, in a usual search
+SEARCH_FITS = 10  # iterative ones, the usual search by the bound with its climbs: a subset may cost as much
+CHEAP_FLOPS = 3e11  # a few seconds, that a subset may cost in any case
 MODES = ("auto", "exact")  # of `policy`, besides the policies of the solver
 
 
@@ -112,6 +116,29 @@ def chooses_exact(mode: str, sizes: Sizes, likelihood: Likelihood, device: torch
     is_cheaper = sizes.exact_flops <= sizes.iterative_flops
     fits = available is None or sizes.exact_bytes <= MEMORY_FRACTION * available
     return not parallel.any_of(not (possible and is_cheaper and fits))
+
+
+def subset_size(sizes: Sizes, likelihood: Likelihood, device: torch.device) -> int:
+    """How many data a search by the bound takes its starting values from, by their exact evidence.
+
+    Args:
+        sizes: of the problem.
+        likelihood: of the problem.
+        device: whose memory is asked for.
+
+    Returns:
+        The largest of a few numbers with which the search costs no more than the one by the bound, all data where they
+        are fewer; 0 where there is no exact evidence. All processes agree.
+    """
+    if not is_solvable(likelihood):
+        return 0
+    limit, available = max(CHEAP_FLOPS, SEARCH_FITS * sizes.iterative_flops), available_bytes(device)
+    for number in SUBSETS:
+        subset = replace(sizes, num_data=min(number, sizes.num_data))
+        fits = available is None or subset.exact_bytes <= MEMORY_FRACTION * available
+        if not parallel.any_of(not fits or SUBSET_EVALUATIONS * subset.exact_flops > limit):
+            return subset.num_data
+    return 0
 
 
 def explained(sizes: Sizes) -> str:

@@ -22,7 +22,7 @@ from ntk_iterncgp.fitting.exact_run import ExactRun, exact_checked, exact_report
 from ntk_iterncgp.fitting.report import FitReport
 from ntk_iterncgp.fitting.self_check import checked
 from ntk_iterncgp.fitting.solver_run import SolverRun, Steps, solver_report
-from ntk_iterncgp.gp.affordable import MODES, Sizes, chooses_exact, explained
+from ntk_iterncgp.gp.affordable import MODES, Sizes, chooses_exact, explained, subset_size
 from ntk_iterncgp.gp.checks import (
     check_memory,
     checked_device,
@@ -66,7 +66,6 @@ from ntk_iterncgp.solver.exact import ExactState, exact_state, written_out
 from ntk_iterncgp.solver.extension import with_more_data
 
 T = TypeVar("T")
-SUBSET = 1000  # data whose exact evidence gives a search among more than twice as many its starting values
 MAX_KRONECKER_RANK = 3000  # beyond this the B×B algebra takes longer than it saves in products
 
 
@@ -75,9 +74,10 @@ class NonConjugateGP(Shareable):
 
     Args:
         kernel: One kernel for all outputs, or a list with one for each.
-        likelihood: Gaussian, Bernoulli, Poisson, Softmax, or your own.
+        likelihood: One of `ntk_iterncgp.likelihoods` (Gaussian, FixedNoiseGaussian, Bernoulli, Softmax, Binomial,
+            Poisson, NegativeBinomial, Ordinal), or your own.
         mean: The prior mean, a constant or one for each output. None: zero, until `optimize` learns it with the
-            hyperparameters (by the exact evidence, and not for several classes).
+            hyperparameters (by the exact evidence of all data or a subset, and not for several classes).
         policy: "auto": the exact posterior where it costs less than `max_products` products and fits in memory, else
             "curvature_residual". "exact" insists. "curvature_residual", "residual", "unit", "random_subspace", or a
             callable state -> (n, k), iterate. So does "auto" where `max_rank`, `actions` or `damped` are given.
@@ -217,9 +217,10 @@ class NonConjugateGP(Shareable):
         """Choose lengthscales, outputscale and noise by the evidence, and fit there.
 
         Where an exact fit is affordable, its Laplace evidence is maximised: also the prior mean, where none was given,
-        and from starting values that the data suggest besides those of the kernel. Elsewhere the evidence lower bound
-        is: each step spends `max_products` on a fit and then climbs. The bound is as tight as the fit: make sure that
-        `information_captured` is high. The search of a large problem begins with the exact evidence of a subset.
+        and from starting values that the data suggest besides those of the kernel. Elsewhere the same is done with as
+        many data as are affordable (up to 1000), and from there on the evidence lower bound of all data is maximised:
+        each step spends `max_products` on a fit and then climbs. The bound is as tight as the fit: make sure that
+        `information_captured` is high.
 
         Afterwards `kernels`, `likelihood`, `mean` and `optimization_` hold the result; after Ctrl-C, the best so far.
 
@@ -247,19 +248,27 @@ class NonConjugateGP(Shareable):
         )
         values = {n: x.detach().clone() for n, x in hyperparameters(self.kernels, self.likelihood).items()}
         is_exact = self._chooses_exact(inputs)
-        by_subset = not is_exact and self.mode != "iterative" and len(inputs) > 2 * SUBSET
         has_full_rank = self.likelihood.curvature_rank == self.likelihood.num_outputs
-        if (is_exact or by_subset) and has_full_rank and not self.mean_is_given:
+        if not is_exact:
+            options.without(MEAN).free(values, self.kernels)  # which the bound does not learn; refuses before any work
+        if has_full_rank and not self.mean_is_given:
             values[MEAN] = mean_from_data(self.likelihood, targets).cpu()
-        options.free(values, self.kernels)  # refuses before any work
+        options.free(values, self.kernels)
         session = search_session(self, checkpoint, inputs, targets, options)
-        if is_exact or by_subset:
-            values, report = self._search_exactly(inputs, targets, values, options, session, by_subset=by_subset)
-        if is_exact:
+        num_data = len(inputs) if is_exact else subset_size(self._sizes(inputs), self.likelihood, inputs.device)
+        was_interrupted, seconds = False, 0.0
+        if num_data:
+            own_session = session if is_exact else None
+            values, report = self._search_exactly(inputs, targets, values, options, own_session, num_data=num_data)
+            was_interrupted, seconds = report.status == Status.INTERRUPTED, report.seconds
+        if is_exact or was_interrupted:
             best = self._at(values).fit(X, y)
             report = replace(report, elbo=best.elbo())
+            if not is_exact:  # the evidence was that of a subset
+                report = replace(report, log_evidence=None, history=[{"elbo": report.elbo} | report.hyperparameters])
         else:
             best, report = self._search_by_bound(X, y, values, options, session)
+            report = replace(report, seconds=seconds + report.seconds)
         if session is not None:
             session.end(dict)
         self.kernels, self.likelihood, self.mean = best.kernels, best.likelihood, best.mean
@@ -274,16 +283,16 @@ class NonConjugateGP(Shareable):
         options: SearchOptions,
         session: CheckpointSession | None,
         *,
-        by_subset: bool,
+        num_data: int,
     ) -> tuple[dict[str, Tensor], OptimizationReport]:
-        """By the exact evidence, of all data or of some of them."""
-        if by_subset:
-            some = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(self.seed))[:SUBSET]
-            inputs, targets, session = inputs[some.to(inputs.device)], targets[some.to(targets.device)], None
+        """By the exact evidence, of all data or of `num_data` of them."""
+        likelihood = self.likelihood
+        if num_data < len(inputs):
+            some = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(self.seed))[:num_data]
+            some = some.to(inputs.device)
+            inputs, targets, likelihood = inputs[some], targets[some], likelihood.given(targets).on(some)
         inputs = inputs.to(working_dtype(self.kernels, inputs))
-        evidence = ExactEvidence(
-            inputs, targets, self.kernels, self.likelihood, self.mean, chunk_bytes=self.chunk_bytes
-        )
+        evidence = ExactEvidence(inputs, targets, self.kernels, likelihood, self.mean, chunk_bytes=self.chunk_bytes)
         return maximise_evidence(evidence, values, options, session)
 
     def _search_by_bound(
@@ -291,7 +300,7 @@ class NonConjugateGP(Shareable):
     ) -> tuple[NonConjugateGP, OptimizationReport]:
         """By the evidence lower bound of iterative fits."""
         mean, values = values.get(MEAN, self.mean), {name: x for name, x in values.items() if name != MEAN}
-        options = replace(options, fixed=[name for name in options.fixed if name != MEAN])
+        options = options.without(MEAN)
 
         def fit(kernels: list[Kernel], likelihood: Likelihood) -> NonConjugateGP:
             gp = copy(self)  # this one stays as it is until there is a result

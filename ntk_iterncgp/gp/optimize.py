@@ -1,16 +1,18 @@
 """Choosing a kernel's hyperparameters, and the noise: by the exact Laplace evidence, or by a lower bound.
 
 Where the exact posterior is affordable its evidence and gradient are (`evidence.py`), and the search is one of some
-dozens of evaluations (`search.py`). Elsewhere a GP is fitted, the bound is maximised over log θ with actions and sites
-held (`elbo.py`), and the GP is fitted again there; for a Gaussian likelihood with all actions taken one step is exact.
+dozens of evaluations (`search.py`). Elsewhere that search, of a subset of the data, gives the prior mean and the starting
+values. From there on a GP of all data is fitted, its bound is maximised over log θ with actions and sites held (`elbo.py`),
+and the GP is fitted again there, until that would change nothing; for a Gaussian likelihood with all actions taken one
+step is exact.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
@@ -83,6 +85,12 @@ class SearchOptions:
     fixed: Sequence[str] = ()
     restarts: int = 1
     progress_bar: bool = False
+
+    def without(self, name: str) -> SearchOptions:
+        """The same for a search that does not know this name."""
+        if isinstance(self.fixed, str) or not isinstance(self.fixed, Iterable):
+            return self  # for `free` to refuse
+        return replace(self, fixed=[other for other in self.fixed if other != name])
 
     def free(self, values: Mapping[str, Tensor], kernels: Sequence[Kernel]) -> list[str]:
         """The names of those hyperparameters that may change."""
@@ -206,14 +214,17 @@ def maximise_elbo(
     try:
         visible = options.progress_bar and parallel.is_main()
         for _ in tqdm(range(len(search.history), options.max_steps), desc="Hyperparameters", disable=not visible):
-            before = search.values
-            found, spent = climb(evaluate(), kernels, before, free)
-            search.move(found, spent)
-            moved = max(float((found[name] / before[name]).log().abs().max()) for name in free)
-            if moved <= options.tolerance or search.has_stalled():
-                status = "converged"
+            state, before, status = evaluate(), search.values, "converged"
+            if search.has_stalled():
                 break
-        evaluate()
+            found, spent = climb(state, kernels, before, free)
+            search.num_products += spent
+            if max(float((found[name] / before[name]).log().abs().max()) for name in free) <= options.tolerance:
+                break  # another fit would be the same one
+            search.move(found)
+            status = "max_steps"
+        else:
+            evaluate()
     except KeyboardInterrupt:
         if best is None or (parallel.num_processes() > 1 and not interrupted):  # the others have not been interrupted
             raise
@@ -254,10 +265,9 @@ class _ElboSearch:
         if elbo > self.best_elbo:
             self.best_elbo, self.best_values = elbo, self.values
 
-    def move(self, values: dict[str, Tensor], num_products: int) -> None:
+    def move(self, values: dict[str, Tensor]) -> None:
         """On to the next place."""
         self.values = values
-        self.num_products += num_products
         if self.session is not None:
             self.session.offer(self._content)
 

@@ -8,6 +8,7 @@ from sklearn.datasets import load_iris
 from torch import Tensor
 
 from ntk_iterncgp import NonConjugateGP, kernels, likelihoods
+from ntk_iterncgp.gp.affordable import Sizes, subset_size
 from ntk_iterncgp.gp.elbo import climb, elbo_at
 from ntk_iterncgp.gp.hyperparameters import hyperparameters
 from ntk_iterncgp.kernels import RBF, Kernel, Matern32
@@ -94,17 +95,23 @@ def test_a_step_never_lowers_the_bound_it_climbs(name: str) -> None:
     assert bound(found) > bound(values) and num_products > 0
 
 
+@pytest.fixture
+def by_bound_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No subset whose exact evidence gives starting values."""
+    monkeypatch.setattr("ntk_iterncgp.gp.non_conjugate.subset_size", lambda *arguments: 0)
+
+
 def searched(name: str, num_data: int, truth: Matern32, seed: int, **settings: Any) -> NonConjugateGP:
     """A search from 2.5 times the lengthscale, 0.3 times the outputscale and five times the noise."""
     X, y, likelihood = problem(name, num_data, truth, seed=seed)
     if name == "gaussian":
         likelihood = likelihoods.Gaussian(5 * NOISE)
     start = Matern32(2.5 * truth.lengthscale, 0.3 * truth.outputscale)
-    return NonConjugateGP(start, likelihood, **{"policy": "curvature_residual"} | settings).optimize(
-        X, y, max_steps=6, tolerance=0.05
-    )
+    settings = {"policy": "curvature_residual", "mean": 0.0} | settings
+    return NonConjugateGP(start, likelihood, **settings).optimize(X, y, max_steps=6, tolerance=0.05)
 
 
+@pytest.mark.usefixtures("by_bound_alone")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_data", "lengthscale", "outputscale", "seed", "max_products"),
@@ -128,6 +135,7 @@ def test_it_finds_the_kernel_that_the_data_were_drawn_from_within_25_percent(
     assert str(gp.optimization_).startswith(("converged: ELBO", "max_steps: ELBO"))
 
 
+@pytest.mark.usefixtures("by_bound_alone")
 @pytest.mark.parametrize("seed", [0, 1])
 def test_with_a_gaussian_likelihood_it_finds_where_the_exact_evidence_is_greatest(seed: int) -> None:
     truth = Matern32(0.05, 3.0)
@@ -164,6 +172,7 @@ def test_what_is_fixed_stays_and_each_output_has_its_own() -> None:
     assert len(gp.kernels) == 3 and isinstance(gp.kernels[1], RBF)
 
 
+@pytest.mark.usefixtures("by_bound_alone")
 @pytest.mark.parametrize("in_first_fit", [True, False])
 @pytest.mark.filterwarnings("ignore:The run was interrupted")
 def test_an_interrupt_ends_the_search_with_the_best_fit_so_far(in_first_fit: bool) -> None:
@@ -251,3 +260,74 @@ def test_the_evidence_stays_the_measure_where_laplace_holds() -> None:
     gp = NonConjugateGP(Matern32(0.5, 1.0), likelihood).optimize(X, y)
     best = max(line["log_evidence"] for line in gp.optimization_.history)
     assert gp.optimization_.log_evidence == best
+
+
+def wave() -> tuple[Tensor, Tensor]:
+    """400 labels of a wave with many periods."""
+    generator = torch.Generator().manual_seed(0)
+    X = 10 * torch.rand(400, 1, generator=generator, dtype=torch.float64)
+    return X, torch.bernoulli((3 * torch.sin(3 * X[:, 0])).sigmoid(), generator=generator)
+
+
+@pytest.mark.parametrize("settings", [{"policy": "curvature_residual"}, {"max_rank": 50}], ids=["policy", "max_rank"])
+def test_an_iterative_search_from_a_bad_start_finds_what_the_exact_one_finds(settings: dict[str, Any]) -> None:
+    """From a lengthscale of 50 the bound alone climbs to where the function is all but constant: 93 nats below."""
+    X, y = wave()
+    exact = NonConjugateGP(RBF(50.0), likelihoods.Bernoulli()).optimize(X, y)
+    gp = NonConjugateGP(RBF(50.0), likelihoods.Bernoulli(), **settings).optimize(X, y)
+    assert gp.report_.status != "exact" and exact.report_.status == "exact"
+    assert gp.elbo() > exact.elbo() - 0.5
+    assert gp.optimization_ is not None and len(gp.optimization_.history) <= 2  # fits
+
+
+def test_an_iterative_search_learns_the_prior_mean_and_keeps_one_that_was_given() -> None:
+    generator = torch.Generator().manual_seed(0)
+    X = 10 * torch.rand(100, 1, generator=generator, dtype=torch.float64)
+    y = torch.poisson((5 + torch.sin(X[:, 0])).exp(), generator=generator)
+    gp = NonConjugateGP(RBF(1.0), likelihoods.Poisson(), policy="curvature_residual").optimize(X, y, max_steps=2)
+    assert 3 < float(gp.mean) < 6.5
+    assert float(gp.predict(X[:1] + 1e4)) < 6 * float(y.mean())  # with a mean of zero 20 times as many
+    given = NonConjugateGP(RBF(1.0), likelihoods.Poisson(), policy="curvature_residual", mean=1.0)
+    assert float(given.optimize(X, y, max_steps=1).mean) == 1.0
+
+
+def test_exposures_of_a_subset_are_those_of_its_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ntk_iterncgp.gp.affordable.SUBSETS", (60,))
+    generator = torch.Generator().manual_seed(0)
+    X = torch.rand(100, 1, generator=generator, dtype=torch.float64)
+    hours = torch.where(X[:, 0] < 0.5, 1.0, 50.0)
+    y = torch.poisson(3.0 * hours, generator=generator)
+    gp = NonConjugateGP(RBF(1.0), likelihoods.Poisson(hours), policy="curvature_residual").optimize(X, y, max_steps=2)
+    rates = gp.predict(torch.tensor([[0.25], [0.75]]).double())
+    torch.testing.assert_close(rates, torch.full((2, 1), 3.0).double(), rtol=0.1, atol=0.0)
+
+
+def test_the_subset_is_what_is_affordable_and_none_where_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def size(num_data: int, likelihood: likelihoods.Likelihood) -> int:
+        inputs = torch.zeros(num_data, 2)
+        return subset_size(Sizes.of(inputs, [RBF()], likelihood, 100, 100), likelihood, inputs.device)
+
+    assert size(100_000, likelihoods.Gaussian(0.1)) == size(100_000, likelihoods.Poisson()) == 1000
+    assert size(300, likelihoods.Poisson()) == 300
+    assert 0 < size(3000, likelihoods.Softmax(1000)) < 1000
+    monkeypatch.setattr("ntk_iterncgp.gp.affordable.available_bytes", lambda device: 2**20)
+    assert size(300, likelihoods.Poisson()) == 100
+    monkeypatch.setattr("ntk_iterncgp.gp.affordable.available_bytes", lambda device: 2**10)
+    assert size(300, likelihoods.Poisson()) == 0
+
+
+@pytest.mark.usefixtures("by_bound_alone")
+def test_a_search_that_does_not_move_fits_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    fits, fit = [0], NonConjugateGP.fit
+
+    def counted(self: NonConjugateGP, *arguments: Any, **settings: Any) -> NonConjugateGP:
+        fits[0] += 1
+        return fit(self, *arguments, **settings)
+
+    monkeypatch.setattr(NonConjugateGP, "fit", counted)
+    X, y, likelihood = problem("poisson", 40, Matern32(0.2))
+    gp = NonConjugateGP(Matern32(0.3), likelihood, policy="curvature_residual", max_products=40)
+    gp.optimize(X, y, tolerance=10.0)
+    assert fits == [1] and gp.optimization_ is not None and gp.optimization_.status == "converged"
+    assert float(gp.kernels[0].hyperparameters()["lengthscale"]) == 0.3
+    assert gp.optimization_.num_products > 40  # the climb counts, too
