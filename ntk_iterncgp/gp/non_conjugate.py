@@ -38,6 +38,7 @@ from ntk_iterncgp.gp.checks import (
 from ntk_iterncgp.gp.evidence import ExactEvidence
 from ntk_iterncgp.gp.hyperparameters import MEAN, hyperparameters, mean_from_data, with_values
 from ntk_iterncgp.gp.optimize import OptimizationReport, SearchOptions, maximise_elbo, maximise_evidence
+from ntk_iterncgp.gp.report import IterativeReport
 from ntk_iterncgp.gp.saving import search_session, session_of
 from ntk_iterncgp.gp.shareable import Shareable
 from ntk_iterncgp.kernels import METHODS, Kernel
@@ -485,7 +486,7 @@ class NonConjugateGP(Shareable):
             self._posterior, self._report = ExactPosterior(state), report
             return self
         prior = state.problem.prior
-        report = replace(solver_report(trajectory), products_by=prior.how)
+        report = replace(IterativeReport.of(solver_report(trajectory)), products_by=prior.how)
         ascends = self.options.damped and self.options.keeps_mean and not self.likelihood.is_quadratic
         state = checked(state, report.history, ascends=ascends)
         spent = prior.num_products  # mending costs products too

@@ -2,8 +2,10 @@
 
 import itertools
 import math
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -895,3 +897,14 @@ def test_fitting_and_asking_warn_of_nothing() -> None:
         gp.predict(x.float(), link="mc")
         gp.log_evidence()
         gp.elbo()
+
+
+def test_a_report_says_that_the_mean_alone_has_converged_where_the_variance_has_not() -> None:
+    X = torch.rand(200, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    gp = NonConjugateGP(RBF(0.15), Gaussian(0.01), policy="curvature_residual", max_products=200)
+    gp.fit(X, torch.sin(4 * X[:, 0]))
+    assert gp.report_.status == "converged" and gp.report_.variance_ratio > 1.1
+    assert str(gp.report_).startswith("mean converged: ") and "fitted: mean converged" in repr(gp)
+    close = replace(gp.report_, variance_ratio=1.05)
+    assert str(close).startswith("converged: ") and pickle.loads(pickle.dumps(close)) == close
+    assert str(replace(gp.report_, status="budget")).startswith("budget: ")
