@@ -45,6 +45,7 @@ from ntk_iterncgp.kernels import METHODS, Kernel
 from ntk_iterncgp.kernels.choice import checked_tolerance
 from ntk_iterncgp.likelihoods import Likelihood
 from ntk_iterncgp.persistence.checkpoint import Checkpoint, CheckpointSession
+from ntk_iterncgp.persistence.fingerprint import described
 from ntk_iterncgp.posterior.exact import ExactPosterior
 from ntk_iterncgp.posterior.function_space import Evidence, FunctionPosterior, Posterior
 from ntk_iterncgp.posterior.predictive import check_interval, check_link, credible_interval, expected_response
@@ -369,6 +370,7 @@ class NonConjugateGP(Shareable):
         progress_bar: bool = False,
         callback: Callable[[Any], object] | None = None,
         checkpoint: Checkpoint | None = None,
+        **per_datum: Any,
     ) -> NonConjugateGP:
         """Condition on more data, from where the fit stopped.
 
@@ -382,33 +384,39 @@ class NonConjugateGP(Shareable):
             progress_bar: Whether to show one.
             callback: Called with each state of the solver.
             checkpoint: Where to save the work as it proceeds; the same call after a crash resumes from there.
+            per_datum: The `exposure`, `trials` or `noise` of the new data (N',), where the likelihood has one of each.
 
         Returns:
-            This GP.
+            This GP, whose likelihood is then that of all data.
         """
         before = self.posterior_.state
         inputs = self._checked_inputs(X, "X", new=True).detach().clone()
-        targets = checked_targets(y, inputs, self.likelihood).clone()
+        more = self.likelihood.of_more(**per_datum)
+        targets = checked_targets(y, inputs, more).clone()
         parallel.check_same([inputs, targets], "X and y are")
         limit = self.stopping.max_products if max_products is None else max_products
         stopping = replace(self.stopping, max_products=limit)
         if not len(inputs):
             return self
-        return self._drive(
+        likelihood = self.likelihood.joined(more, before.problem.prior.num_data, len(inputs))
+        identity = {"max_products": stopping.max_products}
+        self._drive(
             "update",
-            self._with_more_data(before, inputs, targets, stopping.max_products),
+            self._with_more_data(before, inputs, targets, likelihood, stopping.max_products),
             lambda state: newton(state, self.policy, stopping, self.options),
             stopping.max_products,
             progress_bar=progress_bar,
             callback=callback,
             checkpoint=checkpoint,
-            identity={"max_products": stopping.max_products},
+            identity=identity if more is self.likelihood else identity | {"likelihood": described(likelihood)},
         )
+        self.likelihood = likelihood
+        return self
 
     # --- runs -----------------------------------------------------------------------------------------------------
 
-    def _start(self, inputs: Tensor, targets: Tensor) -> State | ExactState:
-        """Where a fit begins; refuses what does not fit in memory."""
+    def _start(self, inputs: Tensor, targets: Tensor, likelihood: Likelihood | None = None) -> State | ExactState:
+        """Where a fit begins, by another likelihood if there is one; refuses what does not fit in memory."""
         capacity, outputs = self._capacity(len(inputs)), 1 if self.kronecker else self.likelihood.num_outputs
         dtype = computing_dtype(self.kernels, inputs, capacity * outputs)
         is_exact = self._chooses_exact(inputs)
@@ -421,14 +429,19 @@ class NonConjugateGP(Shareable):
             tolerance=self.product_tolerance,
             data_dtype=inputs.dtype,
         )
-        problem = Problem(prior, self.likelihood, targets)
+        problem = Problem(prior, likelihood or self.likelihood, targets)
         if is_exact:
             return exact_state(problem, written_out(prior))
         check_memory(problem, capacity, self.options.max_rank, self.kronecker, self.chunk_bytes)
         return initial_state(problem, seed=self.seed, capacity=capacity, kronecker=self.kronecker)
 
     def _with_more_data(
-        self, before: State | ExactState, inputs: Tensor, targets: Tensor, max_products: int
+        self,
+        before: State | ExactState,
+        inputs: Tensor,
+        targets: Tensor,
+        likelihood: Likelihood,
+        max_products: int,
     ) -> State | ExactState:
         """Where an update begins: at the point of a fit, or anew where all data are too many for an exact one."""
         old = before.problem.prior
@@ -437,12 +450,12 @@ class NonConjugateGP(Shareable):
         if isinstance(before, ExactState):
             prior = old.extended(inputs)
             if not self._chooses_exact(prior.inputs):
-                return self._start(prior.inputs.to(prior.data_dtype), every)
-            problem = Problem(prior, self.likelihood, every)
+                return self._start(prior.inputs.to(prior.data_dtype), every, likelihood)
+            problem = Problem(prior, likelihood, every)
             weights = before.iterate.representer_weights
             padded = torch.nn.functional.pad(weights, (0, problem.num_rows - len(weights)))
             return exact_state(problem, written_out(prior), padded)
-        problem = Problem(old.extended(inputs), self.likelihood, every)
+        problem = Problem(old.extended(inputs), likelihood, every)
         self._check_room(replace(before, problem=problem), max_products)
         return with_more_data(before, problem, capacity=self._capacity(len(every), max_products))
 

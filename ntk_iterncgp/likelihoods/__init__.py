@@ -1,5 +1,7 @@
 """Log-concave observation models: four questions each, all in products that cost O(n·k)."""
 
+from typing import Any
+
 from ntk_iterncgp.likelihoods.base import Likelihood
 from ntk_iterncgp.likelihoods.bernoulli import Bernoulli
 from ntk_iterncgp.likelihoods.fixed_noise import FixedNoiseGaussian
@@ -20,3 +22,15 @@ __all__ = [
     "Poisson",
     "Softmax",
 ]
+
+WITHOUT_HEAVY_TAILS = (
+    "There is no likelihood `StudentT`: heavy tails are not log-concave, so that there may be several modes, and "
+    "outliers would have a negative curvature. Use Gaussian(noise), FixedNoiseGaussian(noises) with a large variance "
+    "for data that are in doubt; NegativeBinomial(dispersion) for counts."
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("StudentT", "StudentsT", "Cauchy"):
+        raise AttributeError(WITHOUT_HEAVY_TAILS.replace("StudentT", name))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

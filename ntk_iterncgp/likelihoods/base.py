@@ -10,7 +10,8 @@ there, so that a direction about which the data say nothing is never conditioned
 
 W may depend on the targets, and a likelihood may have parameters of each datum, such as an exposure or a noise: those
 named in `per_datum` have one entry for each datum of the fit. `given` binds a likelihood to the targets, `on` is the
-same likelihood of some of the data. At new inputs, whose exposure nobody knows, a response is that of one unit of it.
+same likelihood of some of the data, `of_more` and `joined` are that of more. At new inputs, whose exposure nobody
+knows, a response is that of one unit of it.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Likelihood(ABC):
     has_exact_response: bool = False  # expected_response is a closed form, not an approximation
     has_monotone_response: bool = True  # each output's response rises with its latent value: quantiles pass through
     per_datum: tuple[str, ...] = ()  # attributes with one entry for each datum, or None, or a single number
+    per_datum_arguments: tuple[str, ...] = ()  # what these are called where a likelihood is made
     curvature_floor: float = CURVATURE_FLOOR
 
     def given(self, targets: Tensor) -> Self:
@@ -80,13 +82,44 @@ class Likelihood(ABC):
             setattr(part, name, value[data])
         return part
 
+    def of_more(self, **per_datum: Any) -> Self:
+        """The likelihood of data that arrive later, with their own parameters.
+
+        Args:
+            per_datum: the parameters of each datum by the names of the arguments that make a likelihood, such as
+                `exposure`; those that are one number for all data need not be given.
+
+        Returns:
+            A copy with these parameters.
+        """
+        if not per_datum:
+            return self
+        settings = self.settings()
+        names = [name for name in settings if name in self.per_datum_arguments]
+        unknown = [name for name in per_datum if name not in names]
+        if unknown:
+            raise TypeError(f"`{unknown[0]}` must be a parameter of each datum of {self!r}; it has {names or 'none'}.")
+        return type(self)(**settings | per_datum)
+
+    def joined(self, more: Self, num_data: int, num_more: int) -> Self:
+        """The likelihood of all data: of `num_data` by this one, and of `num_more` behind them by another."""
+        if more is self:
+            return self
+        every = copy(self)
+        for name in self.per_datum:
+            parts = [getattr(self, name), getattr(more, name)]
+            if all(isinstance(part, Tensor) for part in parts):
+                lengths = (num_data, num_more)
+                setattr(every, name, torch.cat([p.cpu().expand(n) for p, n in zip(parts, lengths, strict=True)]))
+        return every
+
     def check_length(self, num_data: int) -> None:
         """Raise ValueError unless parameters of each datum are as many as the data."""
         for name, value in self._held_per_datum().items():
             if len(value) != num_data:
                 raise ValueError(
                     f"`{name}` of {self!r} must have one entry for each datum; got {len(value)} for {num_data} data. "
-                    f"Try a likelihood with the {name} of all data of the fit, and fit again."
+                    f"Try a likelihood with the {name} of all data of a fit; `update` takes that of its new data."
                 )
 
     def settings(self) -> dict[str, Any]:

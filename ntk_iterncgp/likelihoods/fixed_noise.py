@@ -24,6 +24,7 @@ class FixedNoiseGaussian(Likelihood):
     is_quadratic = True
     has_exact_response = True
     per_datum = ("noise_variance",)
+    per_datum_arguments = ("noise",)
 
     def __init__(self, noise: Sequence[float] | Tensor) -> None:
         advice = "Try the squared standard error of each datum, or Gaussian(0.1) for one noise for all."

@@ -30,7 +30,7 @@ class Poisson(OneLatent):
     """
 
     has_exact_response = True
-    per_datum = ("exposure",)
+    per_datum = per_datum_arguments = ("exposure",)
 
     def __init__(self, exposure: float | Sequence[float] | Tensor = 1.0, *, fractional: bool = False) -> None:
         self.exposure = positive_per_datum(exposure, "exposure", "Try exposure=1.0.")

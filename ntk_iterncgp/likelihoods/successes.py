@@ -78,7 +78,7 @@ class Binomial(_Logistic):
         trials: How often each datum was tried: one whole number for all, or (N,).
     """
 
-    per_datum = ("trials",)
+    per_datum = per_datum_arguments = ("trials",)
 
     def __init__(self, trials: float | Sequence[float] | Tensor) -> None:
         self.trials = positive_per_datum(trials, "trials", "Try trials=10, or a tensor with one number for each datum.")
@@ -132,6 +132,7 @@ class NegativeBinomial(_Logistic):
 
     has_exact_response = True
     per_datum = ("exposure", "targets")
+    per_datum_arguments = ("exposure",)
 
     def __init__(self, dispersion: float, *, exposure: float | Sequence[float] | Tensor = 1.0) -> None:
         if isinstance(dispersion, bool) or not (math.isfinite(dispersion) and dispersion > 0):

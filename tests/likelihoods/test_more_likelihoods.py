@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from ntk_iterncgp import NonConjugateGP
+from ntk_iterncgp import NonConjugateGP, likelihoods
 from ntk_iterncgp.kernels import RBF, Matern32
 from ntk_iterncgp.likelihoods import (
     Bernoulli,
@@ -220,6 +220,79 @@ def test_a_fit_is_the_laplace_posterior_of_the_dense_truth(name: str) -> None:
     torch.testing.assert_close(covariance, Kxx - half.T @ half, rtol=0, atol=1e-5)
 
 
+PER_DATUM = {
+    "poisson with exposures": (Poisson, {"exposure": EXPOSURE}),
+    "negative binomial with exposures": (
+        lambda exposure: NegativeBinomial(3.0, exposure=exposure),
+        {"exposure": EXPOSURE},
+    ),
+    "binomial with trials": (Binomial, {"trials": torch.tensor([1, 2, 5, 40, 3, 9, 7, 300])}),
+    "fixed noise": (FixedNoiseGaussian, {"noise": 0.3 * EXPOSURE}),
+}
+
+
+def updated(name: str, old: int, **settings: Any) -> NonConjugateGP:
+    """A fit to the first data, and an update with the others and their own exposures, trials or noises."""
+    likelihood, targets = CASES[name]
+    make, parameters = PER_DATUM.get(name, (lambda: likelihood, {}))
+    X = draw(N, 1)
+    gp = NonConjugateGP(RBF(0.8, 1.5), make(**{key: value[:old] for key, value in parameters.items()}), **settings)
+    gp.fit(X[:old], targets[:old])
+    return gp.update(X[old:], targets[old:], **{key: value[old:] for key, value in parameters.items()})
+
+
+@pytest.mark.parametrize("policy", ["exact", "curvature_residual"])
+@pytest.mark.parametrize("name", CASES)
+def test_an_update_is_the_laplace_posterior_of_all_data(name: str, policy: str) -> None:
+    precise: dict[str, Any] = dict(max_products=400, products_per_step=20, max_newton_steps=60, newton_tol=1e-10)
+    gp = updated(name, 5, policy=policy, **precise)
+    if policy != "exact":
+        gp.refine(400)
+    X, x, kernel = draw(N, 1), draw(5, 1, seed=1), gp.kernels[0]
+    bound, y = case(name)
+    K, Kx, Kxx = kernel(X, X), kernel(x, X), kernel(x, x)
+    f, W = dense_mode(bound, y, K)
+    root = W.sqrt()
+    inner = torch.eye(N, dtype=torch.float64) + root[:, None] * K * root
+    half = torch.linalg.solve_triangular(torch.linalg.cholesky(inner), (root * Kx).T, upper=False)
+    tolerance = 1e-8 if policy == "exact" else 1e-5
+    mean, covariance = gp.latent(x, joint=True)
+    score = bound.score(f[:, None], y)[:, 0]  # v at the mode, without K⁻¹
+    torch.testing.assert_close(mean.flatten(), Kx @ score, rtol=0, atol=tolerance)
+    torch.testing.assert_close(covariance, Kxx - half.T @ half, rtol=0, atol=tolerance)
+    log_p = bound.log_prob(f[:, None], y).sum()
+    evidence = float(log_p - 0.5 * f @ score - 0.5 * torch.logdet(inner))
+    assert gp.log_evidence().value == pytest.approx(evidence, abs=10 * tolerance)
+    assert repr(gp.likelihood) == repr(CASES[name][0])
+    again = NonConjugateGP.from_state_dict(gp.state_dict())
+    assert torch.equal(again.predict(x), gp.predict(x))
+
+
+def test_an_exposure_of_all_data_becomes_one_of_each() -> None:
+    X, rate = draw(40, 1), 3.0
+    gp = NonConjugateGP(RBF(2.0, 4.0), Poisson(2.0), mean=1.0).fit(X[:20], torch.full((20,), 2 * rate))
+    gp.update(X[20:], torch.full((20,), 50 * rate), exposure=50.0 * torch.ones(20))
+    assert isinstance(gp.likelihood, Poisson) and gp.likelihood.exposure.tolist() == [2.0] * 20 + [50.0] * 20
+    torch.testing.assert_close(gp.predict(X), torch.full((40, 1), rate, dtype=torch.float64), rtol=0.05, atol=0)
+
+
+def test_updates_with_parameters_that_do_not_fit_are_refused_and_change_nothing() -> None:
+    X, y = draw(N, 1), COUNTS
+    gp = NonConjugateGP(RBF(), Poisson(EXPOSURE[:5])).fit(X[:5], y[:5])
+    before, held = gp.predict(X), gp.likelihood
+    for given, error, sentence in (
+        ({}, ValueError, r"one entry for each datum; got 5 for 3 data.*`update` takes that of its new data"),
+        ({"exposure": EXPOSURE}, ValueError, r"got 8 for 3 data"),
+        ({"exposure": -EXPOSURE[5:]}, ValueError, r"`exposure` must be positive and finite; got -"),
+        ({"trials": EXPOSURE[5:]}, TypeError, r"`trials` must be a parameter of each datum of .*it has \['exposure'\]"),
+    ):
+        with pytest.raises(error, match=sentence):
+            gp.update(X[5:], y[5:], **given)
+    assert gp.likelihood is held and torch.equal(gp.predict(X), before)
+    with pytest.raises(TypeError, match=r"`exposure` must be a parameter of each datum of Bernoulli\(\); it has none"):
+        NonConjugateGP(RBF(), Bernoulli()).fit(X, y > 3).update(X, y > 3, exposure=EXPOSURE)
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_the_variance_is_not_below_the_exact_one_after_a_few_products(name: str, dtype: torch.dtype) -> None:
@@ -296,6 +369,15 @@ def test_levels_are_predicted_with_their_probabilities() -> None:
 def test_misuse_gets_a_message_that_helps(make: Callable[[], object], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         make()
+
+
+def test_heavy_tails_are_refused_with_what_to_use() -> None:
+    with pytest.raises(
+        AttributeError, match=r"There is no likelihood `StudentT`: .*not log-concave.*FixedNoiseGaussian"
+    ):
+        _ = likelihoods.StudentT
+    with pytest.raises(AttributeError, match="has no attribute 'Gamma'"):
+        _ = likelihoods.Gamma
 
 
 def test_several_noises_are_not_a_noise() -> None:
