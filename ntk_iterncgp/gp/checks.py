@@ -36,7 +36,7 @@ def checked_kernels(kernel: Kernel | Sequence[Kernel], likelihood: Likelihood) -
     """One kernel for all outputs of the likelihood, or one for each, as a list."""
     if isinstance(kernel, Kernel):
         return [kernel]
-    kernels = list(kernel) if isinstance(kernel, Sequence) else [kernel]
+    kernels = list(kernel) if isinstance(kernel, Sequence) and not isinstance(kernel, str) else [kernel]
     for item in kernels:
         if not isinstance(item, Kernel):
             raise TypeError(

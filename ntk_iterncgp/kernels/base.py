@@ -78,6 +78,52 @@ class Kernel(ABC):
             setattr(changed, name, value)
         return changed
 
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """Return the settings by name, for the searches of scikit-learn.
+
+        Args:
+            deep: has no effect; it is there for scikit-learn.
+
+        Returns:
+            The arguments that make the kernel; of sums, products and multiples the hyperparameters, with two
+            underscores for each dot: `0__lengthscale`.
+        """
+        settings = self._own_settings()
+        return (
+            {name.replace(".", "__"): x for name, x in self.hyperparameters().items()} if settings is None else settings
+        )
+
+    def set_params(self, **params: Any) -> Self:
+        """Change settings in place, by the names of `get_params`.
+
+        Args:
+            params: what to change, checked as where a kernel is made.
+
+        Returns:
+            This kernel.
+        """
+        known, settings = self.get_params(), self._own_settings()
+        unknown = [name for name in params if name not in known]
+        if unknown:
+            raise ValueError(f"`{unknown[0]}` must be a setting of {self!r}; it has {list(known)}. Try one of these.")
+        if settings is None:
+            numbers = {n.replace("__", "."): positive(x, n, per_dimension=True) for n, x in params.items()}
+            changed: Kernel = self.with_hyperparameters(numbers)
+        else:
+            changed = type(self)(**settings | params)
+        self.__dict__.update(changed.__dict__)
+        return self
+
+    def _own_settings(self) -> dict[str, Any] | None:
+        try:
+            return self.settings()
+        except NotImplementedError:
+            return None
+
+    def __sklearn_clone__(self) -> Self:
+        """A copy: a search may set its parameters."""
+        return copy.deepcopy(self)
+
     def __call__(self, X1: Tensor, X2: Tensor) -> Tensor:
         """The matrix k(X1, X2) of shape (a, b) for inputs X1 (a, d) and X2 (b, d)."""
         check_pair(self, X1, X2)

@@ -1,6 +1,7 @@
 """Rational quadratic, periodic, linear and constant kernels, and kernels of some coordinates: against their formula in
 dense float64, against scikit-learn, by every method of multiplication, and with the gradients that `optimize` needs."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -252,6 +253,33 @@ def test_a_kernel_is_the_same_after_being_described(name: str) -> None:
     kernel, X = CASES[name][0], draw(9, 3)
     again = kernel_from_dict(kernel_to_dict(kernel))
     assert repr(again) == repr(kernel) and torch.equal(again(X, X), kernel(X, X))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_settings_are_shown_and_changed_by_name(name: str) -> None:
+    kernel, X = copy.deepcopy(CASES[name][0]), draw(5, 3)
+    names = list(kernel.hyperparameters())
+    shown = kernel.get_params()
+    assert [n.replace(".", "__") for n in names] == [n for n in shown if n != "active_dims"]
+    doubled = {n: 2 * value for n, value in shown.items() if n != "active_dims"}
+    assert kernel.set_params(**doubled) is kernel
+    before = CASES[name][0]
+    expected = before.with_hyperparameters({n: 2 * x for n, x in before.hyperparameters().items()})
+    assert torch.equal(kernel(X, X), expected(X, X))
+    assert kernel.set_params() is kernel and torch.equal(kernel(X, X), expected(X, X))
+
+
+def test_settings_are_checked_when_they_are_changed() -> None:
+    kernel = RBF(1.0) + 2.0 * Matern32(3.0)
+    with pytest.raises(
+        ValueError, match=r"`noise` must be a setting of RBF.*it has \['0__lengthscale', '0__outputscale'"
+    ):
+        kernel.set_params(noise=1.0)
+    with pytest.raises(ValueError, match="must be positive and finite; got -1"):
+        kernel.set_params(**{"1__scale": -1.0})
+    with pytest.raises(ValueError, match="lengthscale must be positive and finite; got 0"):
+        RBF().set_params(lengthscale=0.0)
+    assert float(kernel.set_params(**{"1__kernel__lengthscale": 4.0}).get_params()["1__kernel__lengthscale"]) == 4.0
 
 
 def test_what_cannot_be_described_is_refused_with_advice() -> None:
