@@ -24,6 +24,7 @@ from torch import Tensor
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
     from sklearn.metrics import d2_tweedie_score
+    from sklearn.utils import check_random_state
     from sklearn.utils.multiclass import check_classification_targets
     from sklearn.utils.validation import check_is_fitted, validate_data
 except ImportError as error:
@@ -34,6 +35,7 @@ except ImportError as error:
 from ntk_iterncgp.gp.non_conjugate import NonConjugateGP
 from ntk_iterncgp.kernels import Constant, Kernel, Linear, Matern52
 from ntk_iterncgp.likelihoods import Bernoulli, Gaussian, Likelihood, Poisson, Softmax
+from ntk_iterncgp.likelihoods.base import positive_per_datum
 
 MEDIAN_POINTS = 500  # of the data, by whose distances lengthscales start
 ARD_DIMENSIONS = 10  # up to which the default kernel has one lengthscale for each feature
@@ -74,8 +76,12 @@ class _GPEstimator(BaseEstimator):  # type: ignore[misc]
         outputscale: float,
     ) -> None:
         """Fit `gp_`, at the hyperparameters that its evidence prefers if it is asked to choose them."""
+        if not isinstance(self.optimize, (bool, np.bool_)):
+            raise TypeError(f"`optimize` must be True or False; got {self.optimize!r}. Try True.")
         inputs = torch.tensor(X)
         kernel = self._default_kernel(inputs, outputscale) if self.kernel is None else self.kernel
+        if isinstance(kernel, Kernel):
+            kernel = kernel.with_hyperparameters({})  # which `set_params` does not change
         gp = NonConjugateGP(kernel, likelihood, mean=mean, max_products=self.max_products, seed=self._seed())
         if self.optimize:
             gp.optimize(inputs, y)
@@ -281,6 +287,30 @@ class GPRegressor(RegressorMixin, _GPEstimator):  # type: ignore[misc]
             return found
         return found, spread[..., 0] if self._y_ndim == 1 else spread
 
+    def sample_y(
+        self, X: ArrayLike, n_samples: int = 1, random_state: int | np.random.RandomState | None = 0
+    ) -> NDArray[Any]:
+        """Draw observations from the posterior, jointly at all inputs: functions with noise.
+
+        Args:
+            X: the inputs (b, d).
+            n_samples: how many draws.
+            random_state: of the draws.
+
+        Returns:
+            The draws (b, n_samples), or (b, C, n_samples) for several outputs, as scikit-learn's.
+        """
+        x = self._checked(X)
+        likelihood = self.gp_.likelihood
+        assert isinstance(likelihood, Gaussian)
+        seed = int(check_random_state(random_state).randint(2**31 - 1))
+        generator = torch.Generator().manual_seed(seed)
+        functions = self.gp_.sample(x, n_samples, generator=generator).double()  # (n_samples, b, C)
+        noise = torch.randn(functions.shape, generator=generator, dtype=torch.float64)
+        values = (functions + likelihood.variance**0.5 * noise).numpy() * self._y_scale + self._y_mean
+        drawn: NDArray[Any] = values.transpose(1, 2, 0)
+        return drawn[:, 0] if self._y_ndim == 1 else drawn
+
 
 class GPPoissonRegressor(RegressorMixin, _GPEstimator):  # type: ignore[misc]
     """Gaussian process regression of counts, with Poisson's likelihood and the rate's logarithm as latent function.
@@ -321,22 +351,33 @@ class GPPoissonRegressor(RegressorMixin, _GPEstimator):  # type: ignore[misc]
         counts = np.asarray(y, dtype=np.float64)
         if (counts < 0).any():
             raise ValueError(f"`y` must hold counts of at least 0; got {counts.min():g}. Try GPRegressor.")
-        lengths = np.ones(len(counts)) if exposure is None else np.asarray(exposure, dtype=np.float64)
-        if lengths.shape != counts.shape:
-            raise ValueError(
-                f"`exposure` must hold one number for each of the {len(counts)} data; got {lengths.shape}."
-            )
+        lengths = _checked_exposure(exposure, len(counts))
         mean = math.log(max(counts.sum(), 0.5) / lengths.sum())
         likelihood = Poisson(1.0 if exposure is None else torch.tensor(lengths), fractional=True)
         self._fit(X, torch.tensor(counts), likelihood, mean, 1.0)
         return self
 
-    def partial_fit(self, X: ArrayLike, y: ArrayLike) -> Self:
-        """Condition on more counts of one unit of exposure, without the old; the first call is a fit."""
+    def partial_fit(self, X: ArrayLike, y: ArrayLike, exposure: ArrayLike | None = None) -> Self:
+        """Condition on more counts, without the old; the first call is a fit, and chooses the hyperparameters.
+
+        Args:
+            X: the inputs (N, d).
+            y: the counts (N,).
+            exposure: for how long each was counted (N,); None: one unit.
+
+        Returns:
+            This estimator.
+        """
         if not self._is_fitted:
-            return self.fit(X, y)
+            return self.fit(X, y, exposure)
         X, y = validate_data(self, X, y, reset=False, dtype=_numpy_dtype(self.gp_), y_numeric=True)
-        self.gp_.update(torch.tensor(X), torch.tensor(np.asarray(y, dtype=np.float64)))
+        counts = torch.tensor(np.asarray(y, dtype=np.float64))
+        likelihood = self.gp_.likelihood
+        assert isinstance(likelihood, Poisson)
+        if exposure is None and likelihood.exposure.ndim == 0:
+            self.gp_.update(torch.tensor(X), counts)
+        else:
+            self.gp_.update(torch.tensor(X), counts, exposure=_checked_exposure(exposure, len(counts)))
         return self
 
     def _default_kernel(self, X: Tensor, outputscale: float) -> Kernel:
@@ -367,9 +408,30 @@ class GPPoissonRegressor(RegressorMixin, _GPEstimator):  # type: ignore[misc]
         variance = self.gp_.latent(x)[1][:, 0, 0].double().numpy()
         return rate, np.sqrt(rate + rate**2 * np.expm1(variance))  # E[λ] + Var[λ], λ log-normal
 
-    def score(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> float:
-        """D², the share of Poisson's deviance that is explained: 1 at best, 0 for the mean rate."""
-        return float(d2_tweedie_score(y, self.predict(X), sample_weight=sample_weight, power=1))
+    def score(
+        self,
+        X: ArrayLike,
+        y: ArrayLike,
+        sample_weight: ArrayLike | None = None,
+        exposure: ArrayLike | None = None,
+    ) -> float:
+        """D², the fraction of Poisson's deviance that is explained: 1 at best, 0 for the mean rate.
+
+        Args:
+            X: the inputs (b, d).
+            y: the counts (b,).
+            sample_weight: how much each counts (b,); None: all the same.
+            exposure: for how long each was counted (b,); None: one unit.
+
+        Returns:
+            D² of the counts. The deviance of y from exposure · rate is `exposure` times that of y / exposure from rate.
+        """
+        rate = self.predict(X)
+        if exposure is not None:
+            lengths = _checked_exposure(exposure, len(rate))
+            y = np.asarray(y, dtype=np.float64) / lengths
+            sample_weight = lengths if sample_weight is None else lengths * np.asarray(sample_weight)
+        return float(d2_tweedie_score(y, rate, sample_weight=sample_weight, power=1))
 
 
 def default_kernel(X: Tensor, outputscale: float) -> Matern52:
@@ -395,6 +457,14 @@ def _median(X: Tensor) -> float:
     distances = torch.pdist(X)
     apart = distances[distances > 0]
     return float(apart.median()) if len(apart) else 1.0
+
+
+def _checked_exposure(exposure: ArrayLike | None, num_data: int) -> NDArray[Any]:  # (N,)
+    """Positive numbers, one for each datum; ones for None."""
+    lengths: NDArray[Any] = np.ones(num_data) if exposure is None else np.asarray(exposure)
+    if lengths.shape != (num_data,):
+        raise ValueError(f"`exposure` must hold one number for each of the {num_data} data; got {lengths.shape}.")
+    return positive_per_datum(lengths.tolist(), "exposure", "Try to leave out data that were not observed.").numpy()
 
 
 def _numpy_dtype(gp: NonConjugateGP) -> type[np.floating]:

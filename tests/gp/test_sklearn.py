@@ -1,5 +1,6 @@
 """The estimators: scikit-learn's own checks, and what its users do with them."""
 
+import time
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from sklearn.base import clone
 from sklearn.datasets import load_iris, make_moons
 from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process import kernels as peers
+from sklearn.metrics import mean_poisson_deviance
 from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -116,6 +118,112 @@ def test_rates_are_found_whatever_the_exposure() -> None:
         GPPoissonRegressor().fit(INPUTS, counts - 1000)
     with pytest.raises(ValueError, match="`exposure` must hold one number for each of the 60 data"):
         GPPoissonRegressor().fit(INPUTS, counts, exposure=[1.0])
+
+
+@pytest.mark.parametrize("wrong", [-1.0, 0.0, np.nan])
+def test_an_exposure_that_is_not_positive_is_refused(wrong: float) -> None:
+    counts, exposure = rng.poisson(3.0, 60), np.ones(60)
+    model = GPPoissonRegressor(optimize=False).fit(INPUTS, counts)
+    exposure[7] = wrong
+    for call in (GPPoissonRegressor().fit, model.score, model.partial_fit):
+        with pytest.raises(ValueError, match=r"`exposure` must be positive and finite; got (-1|0|nan)\. Try"):
+            call(INPUTS, counts, exposure=exposure)
+
+
+def test_the_score_of_counts_knows_their_exposure() -> None:
+    exposure = rng.uniform(0.5, 40, 60)
+    rate = np.exp(1 + np.sin(2 * INPUTS[:, 0]))
+    counts = rng.poisson(rate * exposure)
+    model = GPPoissonRegressor(optimize=False).fit(INPUTS, counts, exposure=exposure)
+
+    def deviance(mean: np.ndarray) -> float:
+        return mean_poisson_deviance(counts, mean)
+
+    null = deviance(exposure * counts.sum() / exposure.sum())
+    expected = 1 - deviance(exposure * model.predict(INPUTS)) / null
+    assert model.score(INPUTS, counts, exposure=exposure) == pytest.approx(expected, abs=1e-12)
+    assert expected > 0.8 > model.score(INPUTS, counts)  # raw counts are no rates
+    weights = rng.uniform(size=60)
+    weighted = model.score(INPUTS, counts, sample_weight=weights, exposure=np.ones(60))
+    assert weighted == pytest.approx(model.score(INPUTS, counts, sample_weight=weights))
+
+
+def test_more_counts_have_their_own_exposure() -> None:
+    exposure = rng.uniform(0.5, 40, 60)
+    counts = rng.poisson(np.exp(1 + np.sin(2 * INPUTS[:, 0])) * exposure)
+    kernel = kernels.RBF(1.0)
+    whole = GPPoissonRegressor(kernel, optimize=False).fit(INPUTS, counts, exposure=exposure)
+    model = GPPoissonRegressor(kernel, optimize=False).partial_fit(INPUTS[:40], counts[:40], exposure=exposure[:40])
+    model.partial_fit(INPUTS[40:], counts[40:], exposure=exposure[40:])
+    assert np.allclose(model.predict(INPUTS), whole.predict(INPUTS), rtol=0.02)  # but for the prior mean, of the first
+    model.partial_fit(INPUTS[:5], counts[:5])  # of one unit
+    assert model.gp_.likelihood.exposure.tolist()[-5:] == [1.0] * 5
+
+
+def test_settings_that_are_none_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"`kernel` must be a kernel such as .*; got 'rbf'"):
+        GPClassifier(kernel="rbf").fit(INPUTS, WAVE > 100)
+    for wrong in ("yes", 1, None):
+        with pytest.raises(TypeError, match=f"`optimize` must be True or False; got {wrong!r}"):
+            GPRegressor(optimize=wrong).fit(INPUTS, WAVE)
+    GPRegressor(optimize=np.False_).fit(INPUTS, WAVE)
+
+
+def test_a_grid_search_goes_over_the_settings_of_a_kernel() -> None:
+    y = WAVE > 100
+    kernel = kernels.RBF(1.0)
+    search = GridSearchCV(GPClassifier(kernel=kernel, optimize=False), {"kernel__lengthscale": [1e-3, 0.8, 1e3]}, cv=3)
+    search.fit(INPUTS, y)
+    assert search.best_params_ == {"kernel__lengthscale": 0.8}
+    assert float(search.best_estimator_.kernel_.lengthscale) == 0.8 and float(kernel.lengthscale) == 1.0
+    scores = search.cv_results_["mean_test_score"]
+    assert scores[1] > max(scores[0], scores[2])
+    compound = GPClassifier(2.0 * kernels.RBF(1.0) + kernels.Linear(), optimize=False)
+    search = GridSearchCV(compound, {"kernel__0__kernel__lengthscale": [0.5, 5.0], "kernel__1__variance": [0.1]}, cv=3)
+    assert repr(search.fit(INPUTS, y).best_estimator_.kernel_).endswith("Linear(variance=0.1)")
+
+
+def test_a_fit_keeps_its_kernel_when_the_settings_change() -> None:
+    model = GPRegressor(kernels.RBF(0.8), optimize=False).fit(INPUTS, WAVE)
+    before = model.predict(INPUTS)
+    model.set_params(kernel__lengthscale=5.0)
+    assert np.array_equal(model.predict(INPUTS), before) and float(model.kernel_.lengthscale) == 0.8
+    assert model.get_params()["kernel__lengthscale"] == 5.0
+    copied = clone(model)
+    copied.set_params(kernel__lengthscale=3.0, kernel__active_dims=[0])
+    assert float(model.kernel.lengthscale) == 5.0 and copied.kernel.active_dims == (0,)
+
+
+def test_draws_have_the_moments_of_the_prediction_and_the_shapes_of_scikit_learn() -> None:
+    model = GPRegressor(optimize=False).fit(INPUTS, WAVE)
+    mean, covariance = model.predict(INPUTS[:4], return_cov=True)
+    draws = model.sample_y(INPUTS[:4], 20_000)
+    assert draws.shape == (4, 20_000)
+    scale = np.sqrt(np.diagonal(covariance))
+    assert (np.abs(draws.mean(1) - mean) < 0.05 * scale).all()
+    assert (np.abs(np.cov(draws) - covariance) < 0.06 * np.outer(scale, scale)).all()
+    assert np.array_equal(model.sample_y(INPUTS[:4], 3, random_state=1), model.sample_y(INPUTS[:4], 3, random_state=1))
+    several = GPRegressor(optimize=False).fit(INPUTS, np.stack([WAVE, -WAVE], 1))
+    peer = GaussianProcessRegressor(alpha=0.1, optimizer=None).fit(INPUTS, np.stack([WAVE, -WAVE], 1))
+    assert several.sample_y(INPUTS[:4], 3).shape == peer.sample_y(INPUTS[:4], 3).shape == (4, 2, 3)
+    assert model.sample_y(INPUTS[:4]).shape == (4, 1)
+
+
+@pytest.mark.slow
+def test_a_search_takes_about_as_long_as_that_of_scikit_learn() -> None:
+    """benchmarks/gp_peers.py measures it; this would notice another order of magnitude, also on a busy machine."""
+    X = np.random.default_rng(1).uniform(-2, 2, (225, 2))
+    y = np.sin(2 * X[:, 0]) + 0.3 * np.random.default_rng(2).normal(size=225)
+    kernel = peers.ConstantKernel(1.0) * peers.Matern([1.0, 1.0], nu=2.5) + peers.WhiteKernel(0.1)
+
+    def seconds(fit: Any) -> float:
+        started = time.perf_counter()
+        fit(X, y)
+        return time.perf_counter() - started
+
+    GPRegressor().fit(X, y)  # whose first call imports and compiles
+    ratios = [seconds(GPRegressor().fit) / seconds(GaussianProcessRegressor(kernel).fit) for _ in range(4)]
+    assert min(ratios) < 10
 
 
 def test_counts_that_are_all_zero_have_a_small_rate() -> None:
