@@ -1,10 +1,10 @@
 """Choosing a kernel's hyperparameters, and the noise: by the exact Laplace evidence, or by a lower bound.
 
 Where the exact posterior is affordable its evidence and gradient are (`evidence.py`), and the search is one of some
-dozens of evaluations (`search.py`). Elsewhere that search, of a subset of the data, gives the prior mean and the starting
-values. From there on a GP of all data is fitted, its bound is maximised over log θ with actions and sites held (`elbo.py`),
-and the GP is fitted again there, until that would change nothing; for a Gaussian likelihood with all actions taken one
-step is exact.
+dozens of evaluations (`search.py`). Elsewhere that search, of a subset of the data, gives the prior mean and starting
+values. From there on a GP of all data is fitted, its bound is maximised over log θ with actions and sites held
+(`elbo.py`), and the GP is fitted again there, until that would change nothing; for a Gaussian likelihood with all
+actions taken one step is exact.
 """
 
 from __future__ import annotations

@@ -9,9 +9,16 @@ from torch import Tensor
 
 from ntk_iterncgp import NonConjugateGP
 from ntk_iterncgp.gp.evidence import ExactEvidence
-from ntk_iterncgp.gp.hyperparameters import MEAN, hyperparameters, mean_from_data, values_from_data, with_values
+from ntk_iterncgp.gp.hyperparameters import (
+    MEAN,
+    hyperparameters,
+    kernels_with,
+    mean_from_data,
+    values_from_data,
+    with_values,
+)
 from ntk_iterncgp.kernels import RBF, Kernel, Matern32, Matern52
-from ntk_iterncgp.likelihoods import Bernoulli, Gaussian, Poisson
+from ntk_iterncgp.likelihoods import Bernoulli, Binomial, Gaussian, Likelihood, NegativeBinomial, Ordinal, Poisson
 from tests import oracles
 from tests.checkpoint_helpers import Killed, checkpoint_in, die_at_save
 from tests.gp.test_exact import LIKELIHOODS, NOISE, N, X, x
@@ -48,6 +55,49 @@ def test_value_and_gradient_are_those_of_the_dense_evidence(name: str, shared: i
                 ends.append(dense(values | {key: moved.reshape(value.shape)}))
             differences.append((ends[0] - 8 * ends[1] + 8 * ends[2] - ends[3]) / 12e-3)
     torch.testing.assert_close(gradient, torch.tensor(differences).double(), rtol=1e-5, atol=3e-6)
+
+
+MORE: dict[str, tuple[Likelihood, Tensor]] = LIKELIHOODS | {
+    "negative binomial": (NegativeBinomial(0.7, exposure=0.5 + X[:, 1]), LIKELIHOODS["poisson"][1]),
+    "binomial": (Binomial(200), LIKELIHOODS["poisson"][1]),
+    "ordinal": (Ordinal(3, thresholds=[-0.5, 0.7]), LIKELIHOODS["softmax"][1]),
+}
+
+
+@pytest.mark.parametrize("shared", [0, 1, None], ids=["one kernel", "a sum", "a kernel each"])
+@pytest.mark.parametrize("name", MORE)
+def test_the_gradient_is_that_of_autograd_through_the_dense_formula(name: str, shared: int | None) -> None:
+    """A Newton step from the mode, differentiated, has the derivatives of the mode: its error is quadratic."""
+    likelihood, given = MORE[name]
+    C, y = likelihood.num_outputs, likelihood.check_targets(given)
+    kernels = PARTS[:C] if shared is None else [PARTS[shared]]
+    values = hyperparameters(kernels, likelihood) | {MEAN: 0.2 * torch.arange(1, C + 1, dtype=torch.float64)}
+    evidence = ExactEvidence(X, y, kernels, likelihood, values[MEAN], chunk_bytes=2**26)
+    found, gradient = evidence(values, list(values))
+    mode = evidence.mode(values).latent.detach().flatten()
+    bound, eye = likelihood.given(y), torch.eye(N * C, dtype=torch.float64)
+    leaves = {key: value.detach().clone().requires_grad_() for key, value in values.items()}
+
+    def log_p(f: Tensor) -> Tensor:
+        if isinstance(likelihood, Gaussian):
+            return torch.distributions.Normal(f.reshape(N, C), leaves["noise"].sqrt()).log_prob(y).sum()
+        return bound.log_prob(f.reshape(N, C), y).sum()
+
+    parts = kernels_with(kernels, leaves)
+    K = oracles.block_kernel([kernel(X, X) for kernel in (parts if len(parts) == C else parts * C)])
+    m = leaves[MEAN].repeat(N)
+    for _ in range(3):  # the last of which is differentiated from where the first two have ended
+        f = mode.detach().requires_grad_()
+        score = torch.func.grad(log_p)(f)
+        W = -torch.func.hessian(log_p)(f)
+        v = torch.linalg.solve(eye + W @ K, W @ (f - m) + score)
+        mode = m + K @ v
+    W = -torch.func.hessian(log_p)(mode)
+    value = log_p(mode) - 0.5 * v @ K @ v - 0.5 * torch.logdet(eye + W @ K)
+    slopes = torch.autograd.grad(value, list(leaves.values()))
+    scaled = [x if key == MEAN else x * values[key] for key, x in zip(leaves, slopes, strict=True)]
+    assert found == pytest.approx(value.item(), abs=1e-8)
+    torch.testing.assert_close(gradient, torch.cat([x.reshape(-1) for x in scaled]).detach(), rtol=1e-8, atol=1e-8)
 
 
 def test_rows_of_a_kernel_at_a_time_give_the_same_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
