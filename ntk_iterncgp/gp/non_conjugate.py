@@ -68,6 +68,8 @@ from ntk_iterncgp.solver.exact import ExactState, exact_state, written_out
 from ntk_iterncgp.solver.extension import with_more_data
 
 T = TypeVar("T")
+MAX_STEPS = 50  # of a search for hyperparameters
+MAX_CLIMBED_DATA = 5000  # beyond which a climb of the bound takes longer than all else together
 MAX_KRONECKER_RANK = 3000  # beyond this the B×B algebra takes longer than it saves in products
 
 
@@ -209,7 +211,7 @@ class NonConjugateGP(Shareable):
         X: Tensor,
         y: Tensor,
         *,
-        max_steps: int = 50,
+        max_steps: int | None = None,
         tolerance: float = 0.02,
         restarts: int = 1,
         fixed: Sequence[str] = (),
@@ -222,14 +224,15 @@ class NonConjugateGP(Shareable):
         and from starting values that the data suggest besides those of the kernel. Elsewhere the same is done with as
         many data as are affordable (up to 1000), and from there on the evidence lower bound of all data is maximised:
         each step spends `max_products` on a fit and then climbs. The bound is as tight as the fit: make sure that
-        `information_captured` is high.
+        `information_captured` is high. A climb differentiates whole kernel matrices: beyond 5000 data, where that takes
+        minutes, there is one only if `max_steps` is given.
 
         Afterwards `kernels`, `likelihood`, `mean` and `optimization_` hold the result; after Ctrl-C, the best so far.
 
         Args:
             X: The inputs (N, d).
             y: The targets, as in `fit`.
-            max_steps: How many steps to take at most.
+            max_steps: How many steps to take at most; None: 50, and none by the bound beyond 5000 data.
             tolerance: Stop when no hyperparameter moves by more than this fraction.
             restarts: How many more places to climb the exact evidence from, besides the best one.
             fixed: Names of hyperparameters to leave as they are.
@@ -242,7 +245,7 @@ class NonConjugateGP(Shareable):
         inputs = self._checked_inputs(X, "X").detach().clone()
         targets = checked_targets(y, inputs, self.likelihood).clone()
         options = SearchOptions(
-            whole_number("max_steps", max_steps, at_least=1),
+            MAX_STEPS if max_steps is None else whole_number("max_steps", max_steps, at_least=1),
             tolerance,
             fixed,
             whole_number("restarts", restarts, at_least=0),
@@ -269,7 +272,9 @@ class NonConjugateGP(Shareable):
             if not is_exact:  # the evidence was that of a subset
                 report = replace(report, log_evidence=None, history=[{"elbo": report.elbo} | report.hyperparameters])
         else:
-            best, report = self._search_by_bound(X, y, values, options, session)
+            ends_here = max_steps is None and num_data and len(inputs) > MAX_CLIMBED_DATA
+            climbs = replace(options, max_steps=0) if ends_here else options
+            best, report = self._search_by_bound(X, y, values, climbs, session)
             report = replace(report, seconds=seconds + report.seconds)
         if session is not None:
             session.end(dict)

@@ -195,7 +195,10 @@ def maximise_elbo(
     free = options.free(values, kernels)
     search = _ElboSearch(values, session)
     best: tuple[F, float] | None = None  # with its bound
-    status, interrupted = "max_steps", False
+    status, interrupted = (
+        "max_steps" if options.max_steps else "converged",
+        False,
+    )  # without steps it ends where it began
 
     def evaluate() -> State:
         """Fit at the current values, and enter it in the history."""

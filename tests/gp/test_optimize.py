@@ -331,3 +331,19 @@ def test_a_search_that_does_not_move_fits_once(monkeypatch: pytest.MonkeyPatch) 
     assert fits == [1] and gp.optimization_ is not None and gp.optimization_.status == "converged"
     assert float(gp.kernels[0].hyperparameters()["lengthscale"]) == 0.3
     assert gp.optimization_.num_products > 40  # the climb counts, too
+
+
+def test_beyond_some_data_the_bound_is_climbed_only_if_steps_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ntk_iterncgp.gp.non_conjugate.MAX_CLIMBED_DATA", 30)
+    monkeypatch.setattr("ntk_iterncgp.gp.affordable.SUBSETS", (25,))
+    X, y, likelihood = problem("poisson", 40, Matern32(0.2))
+
+    def searched(**settings: Any) -> NonConjugateGP:
+        return NonConjugateGP(Matern32(1.0), likelihood, policy="curvature_residual").optimize(X, y, **settings)
+
+    gp, stepping = searched(), searched(max_steps=1)
+    assert gp.optimization_ is not None and stepping.optimization_ is not None
+    assert gp.optimization_.status == "converged" and len(gp.optimization_.history) == 1
+    assert float(gp.kernels[0].hyperparameters()["lengthscale"]) != 1.0
+    first, second = (line["elbo"] for line in stepping.optimization_.history)
+    assert second > first
