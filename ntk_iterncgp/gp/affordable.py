@@ -24,8 +24,9 @@ ENTRY_FLOPS = 250.0  # an exponential and its memory traffic; 60 to 240 million 
 COORDINATE_FLOPS = 10.0
 MEMORY_FRACTION = 0.5  # of what is available, that exact fits take without being asked
 SUBSETS = (1000, 500, 250, 100)  # data whose exact evidence gives a search its starting values
-SUBSET_EVALUATIONS = 40  # of that evidence, in a usual search
+SEARCH_EVALUATIONS = 40  # of that evidence, in a usual search
 SEARCH_FITS = 10  # iterative ones, the usual search by the bound with its climbs: a subset may cost as much
+MAX_SEARCH_FLOPS = 1e13  # of a search by the exact evidence of all data, some minutes
 CHEAP_FLOPS = 3e11  # a few seconds, that a subset may cost in any case
 MODES = ("auto", "exact")  # of `policy`, besides the policies of the solver
 
@@ -118,6 +119,11 @@ def chooses_exact(mode: str, sizes: Sizes, likelihood: Likelihood, device: torch
     return not parallel.any_of(not (possible and is_cheaper and fits))
 
 
+def searches_exactly(sizes: Sizes) -> bool:
+    """Whether dozens of exact fits are affordable, where one is."""
+    return SEARCH_EVALUATIONS * sizes.exact_flops <= MAX_SEARCH_FLOPS
+
+
 def subset_size(sizes: Sizes, likelihood: Likelihood, device: torch.device) -> int:
     """How many data a search by the bound takes its starting values from, by their exact evidence.
 
@@ -136,7 +142,7 @@ def subset_size(sizes: Sizes, likelihood: Likelihood, device: torch.device) -> i
     for number in SUBSETS:
         subset = replace(sizes, num_data=min(number, sizes.num_data))
         fits = available is None or subset.exact_bytes <= MEMORY_FRACTION * available
-        if not parallel.any_of(not fits or SUBSET_EVALUATIONS * subset.exact_flops > limit):
+        if not parallel.any_of(not fits or SEARCH_EVALUATIONS * subset.exact_flops > limit):
             return subset.num_data
     return 0
 

@@ -22,7 +22,7 @@ from ntk_iterncgp.fitting.exact_run import ExactRun, exact_checked, exact_report
 from ntk_iterncgp.fitting.report import FitReport
 from ntk_iterncgp.fitting.self_check import checked
 from ntk_iterncgp.fitting.solver_run import SolverRun, Steps, solver_report
-from ntk_iterncgp.gp.affordable import MODES, Sizes, chooses_exact, explained, subset_size
+from ntk_iterncgp.gp.affordable import MODES, Sizes, chooses_exact, explained, searches_exactly, subset_size
 from ntk_iterncgp.gp.checks import (
     check_memory,
     checked_device,
@@ -220,9 +220,10 @@ class NonConjugateGP(Shareable):
     ) -> NonConjugateGP:
         """Choose lengthscales, outputscale and noise by the evidence, and fit there.
 
-        Where an exact fit is affordable, its Laplace evidence is maximised: also the prior mean, where none was given,
-        and from starting values that the data suggest besides those of the kernel. Elsewhere the same is done with as
-        many data as are affordable (up to 1000), and from there on the evidence lower bound of all data is maximised:
+        Where some dozens of exact fits are affordable (up to a few thousand data; for policy="exact" always), their
+        Laplace evidence is maximised: also over the prior mean, where none was given, and from starting values that the
+        data suggest besides those of the kernel. Elsewhere the same is done with a subset of the data (up to 1000). An
+        exact fit is then made there; for an iterative one the evidence lower bound of all data is maximised from there:
         each step spends `max_products` on a fit and then climbs. The bound is as tight as the fit: make sure that
         `information_captured` is high. A climb differentiates whole kernel matrices: beyond 5000 data, where that takes
         minutes, there is one only if `max_steps` is given.
@@ -260,16 +261,16 @@ class NonConjugateGP(Shareable):
             values[MEAN] = mean_from_data(self.likelihood, targets).cpu()
         options.free(values, self.kernels)
         session = search_session(self, checkpoint, inputs, targets, options)
-        num_data = len(inputs) if is_exact else subset_size(self._sizes(inputs), self.likelihood, inputs.device)
-        was_interrupted, seconds = False, 0.0
+        num_data = self._num_searched(inputs, is_exact=is_exact)
+        of_all, was_interrupted, seconds = is_exact and num_data == len(inputs), False, 0.0
         if num_data:
-            own_session = session if is_exact else None
+            own_session = session if of_all else None
             values, report = self._search_exactly(inputs, targets, values, options, own_session, num_data=num_data)
             was_interrupted, seconds = report.status == Status.INTERRUPTED, report.seconds
         if is_exact or was_interrupted:
             best = self._at(values).fit(X, y)
             report = replace(report, elbo=best.elbo())
-            if not is_exact:  # the evidence was that of a subset
+            if not of_all:  # the evidence was that of a subset
                 report = replace(report, log_evidence=None, history=[{"elbo": report.elbo} | report.hyperparameters])
         else:
             ends_here = max_steps is None and num_data and len(inputs) > MAX_CLIMBED_DATA
@@ -281,6 +282,13 @@ class NonConjugateGP(Shareable):
         self.kernels, self.likelihood, self.mean = best.kernels, best.likelihood, best.mean
         self.optimization_, self._posterior, self._report = report, best._posterior, best._report
         return self
+
+    def _num_searched(self, inputs: Tensor, *, is_exact: bool) -> int:
+        """How many data a search begins with, or ends with where the fit is exact; 0 where none have an evidence."""
+        sizes = self._sizes(inputs)
+        if is_exact and (self.mode == "exact" or searches_exactly(sizes)):
+            return len(inputs)
+        return subset_size(sizes, self.likelihood, inputs.device) or (len(inputs) if is_exact else 0)
 
     def _search_exactly(
         self,

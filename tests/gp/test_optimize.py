@@ -8,8 +8,9 @@ from sklearn.datasets import load_iris
 from torch import Tensor
 
 from ntk_iterncgp import NonConjugateGP, kernels, likelihoods
-from ntk_iterncgp.gp.affordable import Sizes, subset_size
+from ntk_iterncgp.gp.affordable import Sizes, searches_exactly, subset_size
 from ntk_iterncgp.gp.elbo import climb, elbo_at
+from ntk_iterncgp.gp.evidence import ExactEvidence
 from ntk_iterncgp.gp.hyperparameters import hyperparameters
 from ntk_iterncgp.kernels import RBF, Kernel, Matern32
 from ntk_iterncgp.posterior.function_space import Posterior
@@ -347,3 +348,32 @@ def test_beyond_some_data_the_bound_is_climbed_only_if_steps_are_asked_for(monke
     assert float(gp.kernels[0].hyperparameters()["lengthscale"]) != 1.0
     first, second = (line["elbo"] for line in stepping.optimization_.history)
     assert second > first
+
+
+def test_an_exact_fit_of_data_too_many_for_dozens_of_them_takes_what_a_subset_finds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted, evaluate = [0], ExactEvidence.__call__
+
+    def counting(self: ExactEvidence, *arguments: Any) -> Any:
+        counted[0] = max(counted[0], len(self.inputs))
+        return evaluate(self, *arguments)
+
+    monkeypatch.setattr(ExactEvidence, "__call__", counting)
+    monkeypatch.setattr("ntk_iterncgp.gp.affordable.MAX_SEARCH_FLOPS", 1.0)
+    monkeypatch.setattr("ntk_iterncgp.gp.affordable.SUBSETS", (25,))
+    X, y, likelihood = problem("poisson", 40, Matern32(0.2))
+    gp = NonConjugateGP(Matern32(1.0), likelihood).optimize(X, y)
+    assert gp.report_.status == "exact" and counted == [25]
+    assert gp.optimization_ is not None and gp.optimization_.elbo == pytest.approx(gp.elbo())
+    assert str(gp.optimization_).startswith("converged: ELBO")
+    NonConjugateGP(Matern32(1.0), likelihood, policy="exact").optimize(X, y)
+    assert counted == [40]  # who insists gets the evidence of all data
+
+
+def test_ten_thousand_data_are_too_many_for_dozens_of_exact_fits() -> None:
+    def affordable(num_data: int, likelihood: likelihoods.Likelihood) -> bool:
+        return searches_exactly(Sizes.of(torch.zeros(num_data, 2), [RBF()], likelihood, 100, 100))
+
+    assert affordable(3000, likelihoods.Bernoulli()) and affordable(5000, likelihoods.Gaussian(0.1))
+    assert not affordable(10_000, likelihoods.Bernoulli()) and not affordable(10_000, likelihoods.Gaussian(0.1))
