@@ -22,7 +22,7 @@ from ntk_iterncgp.fitting.exact_run import ExactRun, exact_checked, exact_report
 from ntk_iterncgp.fitting.report import FitReport
 from ntk_iterncgp.fitting.self_check import checked
 from ntk_iterncgp.fitting.solver_run import SolverRun, Steps, solver_report
-from ntk_iterncgp.gp.affordable import MODES, Sizes, chooses_exact, explained, searches_exactly, subset_size
+from ntk_iterncgp.gp.affordable import MODES, Sizes, chooses_exact, explained
 from ntk_iterncgp.gp.checks import (
     check_memory,
     checked_device,
@@ -35,16 +35,16 @@ from ntk_iterncgp.gp.checks import (
     choose_kronecker,
     computing_dtype,
 )
-from ntk_iterncgp.gp.evidence import ExactEvidence
+from ntk_iterncgp.gp.choosing import num_searched, search_by_bound, search_exactly
 from ntk_iterncgp.gp.hyperparameters import MEAN, hyperparameters, mean_from_data, with_values
-from ntk_iterncgp.gp.optimize import OptimizationReport, SearchOptions, maximise_elbo, maximise_evidence
+from ntk_iterncgp.gp.optimize import OptimizationReport, SearchOptions
 from ntk_iterncgp.gp.report import IterativeReport
 from ntk_iterncgp.gp.saving import search_session, session_of
 from ntk_iterncgp.gp.shareable import Shareable
 from ntk_iterncgp.kernels import METHODS, Kernel
 from ntk_iterncgp.kernels.choice import checked_tolerance
 from ntk_iterncgp.likelihoods import Likelihood
-from ntk_iterncgp.persistence.checkpoint import Checkpoint, CheckpointSession
+from ntk_iterncgp.persistence.checkpoint import Checkpoint
 from ntk_iterncgp.persistence.fingerprint import described
 from ntk_iterncgp.posterior.exact import ExactPosterior
 from ntk_iterncgp.posterior.function_space import Evidence, FunctionPosterior, Posterior
@@ -261,11 +261,11 @@ class NonConjugateGP(Shareable):
             values[MEAN] = mean_from_data(self.likelihood, targets).cpu()
         options.free(values, self.kernels)
         session = search_session(self, checkpoint, inputs, targets, options)
-        num_data = self._num_searched(inputs, is_exact=is_exact)
+        num_data = num_searched(self, inputs, is_exact=is_exact)
         of_all, was_interrupted, seconds = is_exact and num_data == len(inputs), False, 0.0
         if num_data:
             own_session = session if of_all else None
-            values, report = self._search_exactly(inputs, targets, values, options, own_session, num_data=num_data)
+            values, report = search_exactly(self, inputs, targets, values, options, own_session, num_data=num_data)
             was_interrupted, seconds = report.status == Status.INTERRUPTED, report.seconds
         if is_exact or was_interrupted:
             best = self._at(values).fit(X, y)
@@ -275,57 +275,13 @@ class NonConjugateGP(Shareable):
         else:
             ends_here = max_steps is None and num_data and len(inputs) > MAX_CLIMBED_DATA
             climbs = replace(options, max_steps=0) if ends_here else options
-            best, report = self._search_by_bound(X, y, values, climbs, session)
+            best, report = search_by_bound(self, X, y, values, climbs, session)
             report = replace(report, seconds=seconds + report.seconds)
         if session is not None:
             session.end(dict)
         self.kernels, self.likelihood, self.mean = best.kernels, best.likelihood, best.mean
         self.optimization_, self._posterior, self._report = report, best._posterior, best._report
         return self
-
-    def _num_searched(self, inputs: Tensor, *, is_exact: bool) -> int:
-        """How many data a search begins with, or ends with where the fit is exact; 0 where none have an evidence."""
-        sizes = self._sizes(inputs)
-        if is_exact and (self.mode == "exact" or searches_exactly(sizes)):
-            return len(inputs)
-        return subset_size(sizes, self.likelihood, inputs.device) or (len(inputs) if is_exact else 0)
-
-    def _search_exactly(
-        self,
-        inputs: Tensor,
-        targets: Tensor,
-        values: dict[str, Tensor],
-        options: SearchOptions,
-        session: CheckpointSession | None,
-        *,
-        num_data: int,
-    ) -> tuple[dict[str, Tensor], OptimizationReport]:
-        """By the exact evidence, of all data or of `num_data` of them."""
-        likelihood = self.likelihood
-        if num_data < len(inputs):
-            some = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(self.seed))[:num_data]
-            some = some.to(inputs.device)
-            inputs, targets, likelihood = inputs[some], targets[some], likelihood.given(targets).on(some)
-        inputs = inputs.to(working_dtype(self.kernels, inputs))
-        evidence = ExactEvidence(inputs, targets, self.kernels, likelihood, self.mean, chunk_bytes=self.chunk_bytes)
-        return maximise_evidence(evidence, values, options, session)
-
-    def _search_by_bound(
-        self, X: Tensor, y: Tensor, values: dict[str, Tensor], options: SearchOptions, session: CheckpointSession | None
-    ) -> tuple[NonConjugateGP, OptimizationReport]:
-        """By the evidence lower bound of iterative fits."""
-        mean, values = values.get(MEAN, self.mean), {name: x for name, x in values.items() if name != MEAN}
-        options = options.without(MEAN)
-
-        def fit(kernels: list[Kernel], likelihood: Likelihood) -> NonConjugateGP:
-            gp = copy(self)  # this one stays as it is until there is a result
-            gp.kernels, gp.likelihood, gp.mean = kernels, likelihood, mean
-            left = self.stopping.max_products - gp.fit(X, y).report_.num_products
-            if left > 0 and gp.report_.status != Status.INTERRUPTED:
-                gp.refine(left)  # a loose bound prefers smooth kernels
-            return gp
-
-        return maximise_elbo(fit, self.kernels, self.likelihood, values, options, session)
 
     def _at(self, values: dict[str, Tensor]) -> NonConjugateGP:
         """A copy with other hyperparameters."""

