@@ -52,7 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given[:1] == ["reproduce"]:  # it parses its own arguments
             _check_alone("reproduce")
             return _reproduce(given[1:])
-        arguments = _parser().parse_args(given)
+        parser = _parser()
+        arguments, others = parser.parse_known_args(given)
+        if arguments.command == "bench":
+            arguments.others = others  # each benchmark has flags of its own
+        elif others:
+            parser.error(f"unrecognized arguments: {' '.join(others)}")
         if arguments.command != "fit":
             _check_alone(arguments.command)
         return int(arguments.run(arguments))
@@ -143,7 +148,7 @@ def _parser() -> _Parser:
     bench = add("bench", _bench, "run a benchmark of the repository, or all of them at small size", "bench ntk --quick")
     bench.add_argument("name", metavar="NAME", nargs="?", help="a file of benchmarks/ without .py; none: all, quickly")
     bench.add_argument("--quick", action="store_true", help="small problems: does it run?")
-    bench.add_argument("--json", metavar="FILE", help="write the results here, too")
+    bench.add_argument("--json", metavar="FILE", help="write the results here, too; other flags are the benchmark's")
     commands.add_parser("reproduce", help="the paper's experiments; 'reproduce --help' lists them")
     return parser
 
@@ -287,14 +292,16 @@ def _bench(arguments: argparse.Namespace) -> int:
     folder = _benchmarks_folder()
     headings = {path: _heading(path) for path in sorted(folder.glob("*.py"))}
     paths = {path.stem: path for path, heading in headings.items() if heading is not None}
+    flags = ["--quick"] * arguments.quick + (["--json", arguments.json] if arguments.json else []) + arguments.others
     if arguments.name is not None:
         if arguments.name not in paths:
             raise ConfigError(f"NAME must be a benchmark; got '{arguments.name}'. Try one of {', '.join(paths)}.")
-        flags = ["--quick"] * arguments.quick + (["--json", arguments.json] if arguments.json else [])
         print(f"{arguments.name}: {headings[paths[arguments.name]]}", flush=True)
         return _run(paths[arguments.name], flags)
-    if arguments.json:
-        raise ConfigError("--json must follow the name of one benchmark; got none. Try: bench solver --json FILE.")
+    if flags := flags[arguments.quick :]:
+        raise ConfigError(
+            f"{flags[0]} must follow the name of one benchmark; got none. Try: bench solver {' '.join(flags)}."
+        )
     for name, path in paths.items():
         print(f"{name}: {headings[path]}", flush=True)
         code = _run(path, ["--quick"])

@@ -549,6 +549,8 @@ def test_a_benchmark_is_found_from_inside_the_checkout(
     assert capsys.readouterr().out == f"{heading}apples ['--quick', '--json', 'out.json']\n"
     assert cli.main(["bench", "apples"]) == 0
     assert capsys.readouterr().out == f"{heading}apples []\n"
+    assert cli.main(["bench", "apples", "--list", "--quick", "--seeds", "3"]) == 0  # flags of its own
+    assert capsys.readouterr().out == f"{heading}apples ['--quick', '--list', '--seeds', '3']\n"
     code, error = outcome(["bench", "pears"], capsys)
     assert code == 2 and "NAME must be a benchmark; got 'pears'. Try one of apples." in error
 
@@ -565,6 +567,10 @@ def test_without_a_name_all_benchmarks_run_quickly(
     assert lines[:5] == ["a: Counts a.", "a ['--quick']", "", "b: Counts b.", "b ['--quick']"]
     code, error = outcome(["bench", "--json", "out.json"], capsys)
     assert code == 2 and "--json must follow the name of one benchmark" in error
+    code, error = outcome(["bench", "--list"], capsys)
+    assert code == 2 and "--list must follow the name of one benchmark" in error
+    code, error = outcome(["demo", "--list"], capsys)
+    assert code == 2 and "unrecognized arguments: --list" in error
 
 
 def test_settings_come_from_defaults_then_file_then_command_line(tmp_path: Path) -> None:
