@@ -35,8 +35,8 @@ from ntk_iterncgp.clusters.clusters import Clusters, Pass, checksum_vector
 from ntk_iterncgp.data.fixed_order import Inputs, slice_rows
 from ntk_iterncgp.fitting.network import LinearisedNetwork, NetworkSettings
 from ntk_iterncgp.fitting.report import ELSEWHERE, MIN_DATA, ROWS, SelfCheckError, refusal
+from ntk_iterncgp.jacobian.blocks import WeightColumns
 from ntk_iterncgp.jacobian.rows import FEW_NUMBERS, NetworkJacobian, Rows, affordable_data
-from ntk_iterncgp.jacobian.weights import WeightColumns
 from ntk_iterncgp.likelihoods.base import Likelihood
 from ntk_iterncgp.likelihoods.tokens import TokenSoftmax
 from ntk_iterncgp.linalg.factor import block_matrix, inner_products, rounding_noise

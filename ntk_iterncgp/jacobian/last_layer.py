@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ntk_iterncgp.data.fixed_order import Inputs
+from ntk_iterncgp.jacobian.blocks import WeightColumns
 from ntk_iterncgp.jacobian.rows import Contrasts, NetworkJacobian, Rows, contrasts_at
-from ntk_iterncgp.jacobian.weights import WeightColumns
 
 
 class LastLayerJacobian(NetworkJacobian):

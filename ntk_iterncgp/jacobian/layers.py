@@ -31,11 +31,11 @@ from ntk_iterncgp.jacobian.blocks import (
     Lookup,
     Outer,
     Transposed,
+    WeightColumns,
     WrittenOut,
     patches,
 )
 from ntk_iterncgp.jacobian.rows import Contrasts, Rows, contrasts_at, curvature_blocks
-from ntk_iterncgp.jacobian.weights import WeightColumns
 from ntk_iterncgp.runtime.threads import exclusively
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

@@ -25,15 +25,13 @@ from torch import Tensor, nn
 
 from ntk_iterncgp.data.fixed_order import FixedOrderData
 from ntk_iterncgp.data.order import Inputs, slice_rows
-from ntk_iterncgp.jacobian.weights import WeightColumns
+from ntk_iterncgp.jacobian.blocks import WeightColumns, diagonal
 from ntk_iterncgp.likelihoods.base import CurvatureAt
 from ntk_iterncgp.runtime.parallel import Shard, all_sum
 
 Contrasts = Tensor | Callable[[Tensor], Tensor]
 """Combinations of the outputs: H (C, r), the same at all inputs; (b, C, r), each input its own; or a function that
 makes one of these of the outputs (b, C), so that contrasts may follow from the forward pass that is made anyway."""
-
-SLICE_ENTRIES = 2**18  # of J at once, where a product with it is needed only to be summed
 
 
 class Rows(ABC):
@@ -140,13 +138,6 @@ def curvature_blocks(curvature: Callable[[Tensor], Tensor], shape: torch.Size, l
     """W_n of each datum."""
     b, C = shape
     return curvature(torch.eye(C, dtype=torch.float64, device=like.device).expand(b, C, C)).to(like.dtype)
-
-
-def diagonal(jacobian: Tensor, weight: Tensor) -> Tensor:  # (b, C, P), (b, C, C) -> (P,)
-    """The diagonal of Σ_n J_nᵀ W_n J_n, a slice of weights at a time."""
-    b, C, _ = jacobian.shape
-    parts = jacobian.split(1 + SLICE_ENTRIES // max(1, b * C), 2)
-    return torch.cat([((weight @ part) * part).sum((0, 1)) for part in parts])
 
 
 class NetworkJacobian(ABC):

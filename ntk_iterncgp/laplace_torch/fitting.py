@@ -29,9 +29,9 @@ from ntk_iterncgp.fitting.network import EXACT, MORE, LinearisedNetwork, Network
 from ntk_iterncgp.fitting.newton_fit import fit_by_products, refine_by_products
 from ntk_iterncgp.fitting.report import FitReport
 from ntk_iterncgp.jacobian.autograd import SMALL_NETWORK, Logits, unwrapped
+from ntk_iterncgp.jacobian.blocks import WeightColumns
 from ntk_iterncgp.jacobian.last_layer import LastLayerJacobian
 from ntk_iterncgp.jacobian.rows import NetworkJacobian
-from ntk_iterncgp.jacobian.weights import WeightColumns
 from ntk_iterncgp.laplace_torch.hyperparameters import (
     check_hyperparameters,
     check_relative_noise,

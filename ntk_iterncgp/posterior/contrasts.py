@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ntk_iterncgp.jacobian.blocks import WeightColumns
 from ntk_iterncgp.jacobian.rows import Rows
-from ntk_iterncgp.jacobian.weights import WeightColumns
 from ntk_iterncgp.likelihoods.quadrature import covariance_root, normal_points
 from ntk_iterncgp.linalg.factor import Factor
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ntk_iterncgp.clusters.doubling import Doubling
+from ntk_iterncgp.jacobian.blocks import WeightColumns
 from ntk_iterncgp.jacobian.rows import Rows
-from ntk_iterncgp.jacobian.weights import WeightColumns
 from ntk_iterncgp.linalg.factor import Factor, best_combinations
 from ntk_iterncgp.posterior.weight_space import WeightPosterior
 from ntk_iterncgp.runtime.threads import full_precision

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ntk_iterncgp.jacobian.blocks import WeightColumns
 from ntk_iterncgp.jacobian.rows import Rows
-from ntk_iterncgp.jacobian.weights import WeightColumns
 from ntk_iterncgp.posterior.scores import SCORES, TYPICALITY, Latent
 from ntk_iterncgp.posterior.typicality import Typicality
 from ntk_iterncgp.posterior.weight_space import WeightPosterior, downdate_rounding

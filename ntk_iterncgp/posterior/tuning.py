@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn.functional import nll_loss
 from tqdm.auto import tqdm
 
+from ntk_iterncgp.jacobian.blocks import WeightColumns
 from ntk_iterncgp.jacobian.rows import Rows
-from ntk_iterncgp.jacobian.weights import WeightColumns
 from ntk_iterncgp.posterior.contrasts import Shape, ranking
 from ntk_iterncgp.posterior.weight_space import WeightPosterior, downdate_rounding
 

@@ -30,8 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ntk_iterncgp.jacobian.blocks import WeightColumns
 from ntk_iterncgp.jacobian.rows import Rows
-from ntk_iterncgp.jacobian.weights import WeightColumns
 from ntk_iterncgp.linalg.factor import SLICE_ROWS, Factor, inner_products, rows_at_once
 from ntk_iterncgp.posterior.contrasts import Reference, Shape
 from ntk_iterncgp.posterior.precision import PosteriorPrecision

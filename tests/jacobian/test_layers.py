@@ -10,10 +10,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ntk_iterncgp.jacobian import blocks
 from ntk_iterncgp.jacobian.autograd import Jacobian
+from ntk_iterncgp.jacobian.blocks import WeightColumns
 from ntk_iterncgp.jacobian.last_layer import LastLayerJacobian
 from ntk_iterncgp.jacobian.layers import LayerRows
 from ntk_iterncgp.jacobian.rows import DenseRows, NetworkJacobian
-from ntk_iterncgp.jacobian.weights import WeightColumns
 
 NUM_INPUTS = 3
 SHUT = 0.0  # the first input up to which some models below do not use their weights again
