@@ -1,28 +1,29 @@
-"""What a fit will take, before any of it is done: seconds from timing one batch, epochs, and memory by counting.
+"""What a fit will take, counted before it starts: epochs, flops and bytes; and whether an exact one takes less.
 
-`Plan` says what a fit is going to do, from sizes and the first batch. A backward pass over b data takes α + βb seconds,
-where α is what weights cost and β what data cost. It is timed with as many data as fit in `PATIENCE`, of the first
-batch at the most, and the rest is a line through the last two: no more than that, or a few data, for each thing timed,
-whatever the network and the number of its outputs. What goes through all images is timed on a slice of them. All rows
-of J at an input are C backward passes; no more than a few contrasts of the outputs are timed, and the rest is scaled:
+`Plan` says what an iterative fit is going to do, from sizes and the first batch.
 
-    derivatives  (1 + 2C)/3 epochs of one datum         products with actions  C         their own covariance  P C²
+Exact: r = rank(W_n) rows of J at each datum, the QR decomposition of n' = N r whitened rows, and predictions with
+min(P, n') actions. Iterative: a pass over the data in groups, the algebra of the groups, and predictions with
+`num_actions`. Predictions are counted at as many inputs as there are training data, with all rows. A pass in groups
+makes at least one backward pass for each of them, and for a small network that is the time of a call, not of its
+arithmetic: `CALL_FLOPS`. Nobody waits for what takes fewer than `FREE_FLOPS`: then the exact posterior is preferred,
+whatever the other costs.
+
+Seconds are those of `timing.py`, which no fit needs.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
 
-from ntk_iterncgp.clusters.clusters import epochs_of, padded_size
+from ntk_iterncgp.clusters.clusters import epochs_of
 from ntk_iterncgp.clusters.grouping import (
     DIRECTIONS_EACH,
     MAX_FEATURES,
@@ -33,14 +34,32 @@ from ntk_iterncgp.clusters.grouping import (
 )
 from ntk_iterncgp.data.fixed_order import Inputs, slice_rows
 from ntk_iterncgp.fitting.drive import Budget
-from ntk_iterncgp.fitting.network import PRODUCT_EPOCHS, LinearisedNetwork, NetworkFit, NetworkSettings
-from ntk_iterncgp.fitting.network_check import MAX_CHECKED_OUTPUTS, max_group_data
+from ntk_iterncgp.fitting.network import (
+    AUTO,
+    CLUSTERS,
+    EXACT,
+    FOLD_FACTOR,
+    PRODUCT_EPOCHS,
+    LinearisedNetwork,
+    NetworkFit,
+    NetworkSettings,
+)
+from ntk_iterncgp.fitting.network_check import MAX_CHECKED_OUTPUTS
 from ntk_iterncgp.fitting.report import MIN_DATA, ROWS
 from ntk_iterncgp.jacobian.autograd import JVP_COLUMNS, Jacobian
-from ntk_iterncgp.jacobian.rows import NetworkJacobian, TracePlan, affordable_data, plan_trace, row_epochs
+from ntk_iterncgp.jacobian.last_layer import LastLayerJacobian
+from ntk_iterncgp.jacobian.rows import (
+    SMALL_NETWORK,
+    NetworkJacobian,
+    TracePlan,
+    affordable_data,
+    plan_trace,
+    row_epochs,
+)
 from ntk_iterncgp.likelihoods.base import ANY_VARIANCE, Likelihood
 from ntk_iterncgp.likelihoods.leading import NUM_LEADING, SKETCH, keeps_leading
-from ntk_iterncgp.linalg.factor import SLICE_BYTES, SLICE_COLUMNS, SLICE_ROWS, inner_products
+from ntk_iterncgp.linalg.factor import SLICE_BYTES
+from ntk_iterncgp.posterior.contrasts import reference_size
 from ntk_iterncgp.runtime import parallel
 from ntk_iterncgp.runtime.memory import available_bytes, mebibytes, require_memory
 
@@ -127,191 +146,118 @@ def image_bytes(jacobian: NetworkJacobian, actions: int) -> int:
     return actions * jacobian.num_params * jacobian.dtype.itemsize
 
 
-TIMED_COLUMNS = 16  # of the actions, when a prediction is timed: all of them may not fit in memory
-TIMED_OUTPUTS, TIMED_DATA = 2, 4  # of which rows of J are timed: those of all outputs may take minutes
-READS = 12  # how often all images are gone through beside products: rounding, checksums, finite numbers
-START_BATCHES = 5  # forward passes over the first batch before and beside the sweeps: probing, planning, the check
-PATIENCE = 0.75  # seconds that are spent on one line through times, but for what one datum takes
+def reference_inputs(network: LinearisedNetwork) -> int:
+    """At how many of the first inputs the shape of the covariance of a classifier's outputs is learnt; 0: at none."""
+    jacobian, (num_rows, C) = network.jacobian, network.first_batch.outputs.shape
+    if not network.classification or jacobian.num_tokens > 1:
+        return 0
+    is_small = jacobian.num_params <= SMALL_NETWORK or isinstance(jacobian, LastLayerJacobian)
+    return min(num_rows, reference_size(network.data.num_data(num_rows), C, is_small=is_small))
 
 
-class RowSeconds(NamedTuple):
-    """Seconds for all rows of J at one input, as one of as many as are taken together.
+# --- exact, or not ----------------------------------------------------------------------------------------------------
 
-    For the rows themselves, their covariance, and their products with each action.
+CALL_FLOPS = 1e7  # a backward pass over a few data, in flops of a factorization: .4 ms at 25 Gflop/s
+FREE_FLOPS = 1e11  # some seconds of one core
+MEMORY_FRACTION = 0.25  # of what is available, that the exact posterior takes without being asked
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the exact posterior costs depends on."""
+
+    num_data: int
+    num_outputs: int
+    num_params: int
+    num_rows: int  # n' = N rank(W_n)
+
+    @classmethod
+    def of(cls, network: LinearisedNetwork) -> Sizes:
+        """Of a fit of this network."""
+        rows, outputs = network.first_batch.outputs.shape
+        num_data = network.data.num_data(rows)
+        rank = network.likelihood.curvature_rank
+        return cls(num_data, outputs, network.jacobian.num_params, num_data * rank)
+
+    @property
+    def rank(self) -> int:
+        """Of the posterior: how many actions there are."""
+        return min(self.num_params, self.num_rows)
+
+    @property
+    def factor_flops(self) -> float:
+        """Of the QR decompositions; each folds (`FOLD_FACTOR` − 1) P new rows into P old ones."""
+        if self.num_rows <= self.num_params:
+            return 0.0
+        each = (2 * FOLD_FACTOR - 2 / 3) / (FOLD_FACTOR - 1)
+        return each * self.num_rows * self.num_params**2
+
+    @property
+    def factor_bytes(self) -> int:
+        """Of the rows before and after they are folded, the images, and the small matrices of a posterior."""
+        rows = min(self.num_rows, (2 * FOLD_FACTOR + 2) * self.num_params)
+        return 8 * (rows * self.num_params + self.num_params * self.rank + 6 * self.rank**2)
+
+    def predict_flops(self, num_actions: int) -> float:
+        """Of the products of J with all actions, at as many inputs as there are data."""
+        return 2.0 * self.num_data * self.num_outputs * self.num_params * num_actions
+
+
+def resolved(network: LinearisedNetwork, settings: NetworkSettings) -> NetworkSettings:
+    """The settings with policy "auto" decided: "exact" or "clusters"; "exact" is refused where it does not fit.
+
+    "auto" is exact where that costs less than the budget, and where no smaller budget was asked for: num_actions,
+    max_rank, cotangents and max_epochs are all bounds on what a fit may hold or spend. All processes agree.
     """
-
-    derivatives: float
-    covariance: float
-    each_action: float
-
-
-def fit_seconds(plan: Plan, network: LinearisedNetwork, rows: RowSeconds) -> float:
-    """Return the seconds of a fit.
-
-    Count a forward pass over all data, the sweep, the small matrices of the groups, the trace for the meter, and the
-    rows at which the result is checked.
-    """
-    jacobian, processes = network.jacobian, parallel.num_processes()
-    backward = backward_seconds(plan, jacobian)
-    epoch = backward(plan.rows) * plan.num_data / plan.rows
-    beside = _trace_seconds(plan, backward, rows) + _check_seconds(plan, jacobian, backward, rows)
-    if not plan.in_groups:
-        return epoch * plan.epochs / processes + beside
-    sweep = _sweep_seconds(plan, network, epoch, backward)
-    start = START_BATCHES * backward(plan.rows) / 3
-    return start + (epoch / 3 + sweep) / processes + _matrix_seconds(plan, jacobian) + beside
+    if settings.policy not in (AUTO, EXACT):
+        return settings
+    sizes, available = Sizes.of(network), available_bytes(network.jacobian.device)
+    if settings.policy == EXACT:
+        _require_float64(network.jacobian)
+        advice = (
+            f"The exact posterior has min({sizes.num_params:,} weights, {sizes.num_rows:,} rows) = {sizes.rank:,} "
+            "actions. Try policy='auto', which fits groups of data where these are too many."
+        )
+        require_memory(sizes.factor_bytes, available, advice)
+        return settings
+    rank, max_rank = sizes.rank, settings.options.max_rank
+    has_fewer = (settings.is_bounded and settings.num_actions < rank) or (max_rank is not None and max_rank < rank)
+    is_bounded = has_fewer or settings.max_epochs is not None or settings.cotangents is not None
+    may = network.jacobian.dtype == torch.float64 and not is_bounded
+    fits = available is None or sizes.factor_bytes <= MEMORY_FRACTION * available
+    is_exact = not parallel.any_of(not (may and fits and _is_cheaper(network, settings, sizes)))
+    return replace(settings, policy=EXACT if is_exact else CLUSTERS)
 
 
-def backward_seconds(plan: Plan, jacobian: NetworkJacobian) -> Callable[[int], float]:
-    """Of a backward pass over any number of data."""
-
-    def work(size: int) -> Tensor:
-        some, cotangents = _some(plan, size), torch.ones(size, plan.num_outputs, 1, device=jacobian.device)
-        return jacobian.vjp(some, cotangents.to(jacobian.dtype))
-
-    return seconds_by_size(work, plan.rows)
+def _require_float64(jacobian: NetworkJacobian) -> None:
+    if jacobian.dtype != torch.float64:
+        raise ValueError(
+            f"`dtype` must be torch.float64 for policy='exact', and the model must be able to compute in it; got "
+            f"{jacobian.dtype}. Try dtype=None, or policy='clusters'."
+        )
 
 
-def _trace_seconds(plan: Plan, backward: Callable[[int], float], rows: RowSeconds) -> float:
-    """Shared out over processes."""
-    trace = plan.trace
-    seconds = trace.num_rows * (rows.derivatives + rows.covariance)
-    if trace.num_probes:
-        seconds += trace.num_probes * backward(1)
-    return seconds / parallel.num_processes()
+def _is_cheaper(network: LinearisedNetwork, settings: NetworkSettings, sizes: Sizes) -> bool:
+    factor, predict = sizes.factor_flops, sizes.predict_flops(sizes.rank)
+    plan = Plan.of(network, replace(settings, policy=CLUSTERS), prepared=False)
+    algebra = 2.0 * sizes.num_params * (plan.groups**2 + plan.groups * plan.actions)
+    calls = CALL_FLOPS * (plan.groups / plan.cotangents + plan.num_data / plan.rows)
+    iterative = algebra + calls + sizes.predict_flops(plan.actions)
+    forward = forward_flops(network) * sizes.num_data
+    exact = factor + predict + (1 + 2 * sizes.num_rows / sizes.num_data) * forward
+    return exact <= max(FREE_FLOPS, iterative + 3 * plan.epochs * forward)
 
 
-def _check_seconds(plan: Plan, jacobian: NetworkJacobian, backward: Callable[[int], float], rows: RowSeconds) -> float:
-    """Return the seconds of the check of the result.
-
-    Count rows of some outputs, twice: their products with weights, and the variance; and the groups that are computed
-    anew.
-    """
-    fraction = row_epochs(plan.checked_outputs) / row_epochs(plan.num_outputs)
-    at_rows = plan.checked_data * (rows.derivatives * fraction + rows.covariance * fraction**2)
-    products = plan.checked_data * rows.each_action * fraction * plan.actions
-    smallest = max(max_group_data(jacobian, plan.num_data), plan.items // plan.groups) if plan.in_groups else 0
-    return 2 * at_rows + products + (backward(padded_size(smallest, plan.rows)) if smallest else 0.0)
+def forward_flops(network: LinearisedNetwork) -> float:
+    """Of the network at one datum, counted; at least a multiplication and an addition for each weight."""
+    first = network.first_batch
+    one = slice_rows(first.inputs, slice(0, 1), len(first.outputs))
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        network.jacobian.forward(one)
+    return max(float(counter.get_total_flops()), 2.0 * network.jacobian.num_params)
 
 
-def _sweep_seconds(plan: Plan, network: LinearisedNetwork, epoch: float, backward: Callable[[int], float]) -> float:
-    """A map-style dataset comes group by group, in batches that may be much smaller than the user's."""
-    jacobian, data = network.jacobian, network.data
-    in_order = epoch * (plan.epochs - 1 / 3)
-    if not data.can_jump(plan.num_data):
-        return in_order
-    num_groups = plan.groups // plan.cotangents
-    num_batches = num_groups * math.ceil(plan.items / (num_groups * plan.rows))
-    size = padded_size(math.ceil(plan.items / num_batches), plan.rows)
-    each = row_epochs(plan.cotangents)  # backward passes share a forward pass
-    sums = torch.zeros(plan.cotangents, jacobian.num_params, dtype=jacobian.dtype, device=jacobian.device)
-    added = sums.T.clone()
-    adding = seconds_of(lambda: sums.add_(added.T))
-    return max(in_order, num_batches * (each * backward(size) + adding))
-
-
-def _matrix_seconds(plan: Plan, jacobian: NetworkJacobian) -> float:
-    """Return the seconds of the small matrices.
-
-    Count AᵀA of the groups, that of half of them on the way, and the combinations that are retained; and what goes
-    through all images number by number.
-    """
-    squares = 5 / 8 * plan.groups**2 + plan.groups * plan.actions * (plan.groups > plan.actions)
-    part = torch.zeros(min(jacobian.num_params, SLICE_ROWS), dtype=jacobian.dtype, device=jacobian.device)
-    each = seconds_of(lambda: part.double().square().sum()) / len(part)  # of one number
-    products = _product_seconds(jacobian, plan.groups) * squares
-    return jacobian.num_params * (products + READS * plan.groups * each)
-
-
-def _product_seconds(jacobian: NetworkJacobian, columns: int) -> float:
-    """Of one multiplication and addition in a product of tall matrices with so many columns: some are timed."""
-    rows, columns = min(jacobian.num_params, SLICE_ROWS), min(columns, SLICE_COLUMNS)
-    drawn = torch.Generator(jacobian.device)
-    shape = (2, rows, columns)
-    left, right = torch.randn(shape, generator=drawn, dtype=jacobian.dtype, device=jacobian.device)
-    return seconds_of(lambda: inner_products(left, right)) / (rows * columns**2)
-
-
-def prediction_seconds(plan: Plan, rows: RowSeconds) -> float:
-    """Of one input."""
-    return rows.derivatives + rows.covariance + rows.each_action * plan.actions
-
-
-def row_seconds(plan: Plan, jacobian: NetworkJacobian) -> RowSeconds:
-    """From the rows of a few outputs, where those of all may take long."""
-    C = plan.num_outputs
-    r = min(C, TIMED_OUTPUTS) if isinstance(jacobian, Jacobian) else C
-    contrasts = None if r == C else torch.eye(C, r, dtype=torch.float64, device=jacobian.device)
-    columns = min(plan.actions, TIMED_COLUMNS)
-    drawn = torch.Generator(jacobian.device)  # of its own: the user's random numbers stay as they are
-    shape = (jacobian.num_params, columns)
-    images = torch.randn(shape, generator=drawn, dtype=jacobian.dtype, device=jacobian.device)
-    unit = torch.ones((), device=jacobian.device).expand(jacobian.num_params)
-    with torch.no_grad():
-        derivatives = seconds_by_size(lambda n: jacobian.rows(_some(plan, n), n, contrasts), plan.at_once)
-        few = min(plan.at_once, TIMED_DATA)
-        rows = jacobian.rows(_some(plan, few), few, contrasts)
-        alone = seconds_of(lambda: rows.products(images[:, :0], unit)) / few
-        both = seconds_of(lambda: rows.products(images, unit)) / few
-    squares = _product_seconds(jacobian, C) * jacobian.num_params * C**2 if r < C else 0.0
-    return RowSeconds(
-        derivatives(plan.at_once) / plan.at_once * row_epochs(C) / row_epochs(r),
-        alone * C / r + squares,
-        max(0.0, both - alone) / columns * C / r,  # rows may be written out once for all columns
-    )
-
-
-def _some(plan: Plan, size: int) -> Inputs:
-    """So many data of the first batch, some of them twice if it has fewer."""
-    return slice_rows(plan.x, torch.arange(size).remainder(plan.rows), plan.rows)
-
-
-def seconds_by_size(work: Callable[[int], object], largest: int) -> Callable[[int], float]:
-    """Fit a line through the times of the two largest sizes that were tried.
-
-    From one datum on four times as many each time, while all of it takes no longer than `PATIENCE`; of a slow network
-    two after one, of a very slow one none.
-    """
-    known = [(1, seconds_of(lambda: work(1)))]
-    spent = 2 * known[0][1]
-    while known[-1][0] < largest:
-        last, took = known[-1]
-        if spent + 8 * took <= PATIENCE:
-            size = min(4 * last, largest)
-        elif len(known) == 1 and took <= 2 * PATIENCE:
-            size = 2
-        else:
-            break
-        known.append((size, seconds_of(lambda size=size: work(size))))  # type: ignore[misc]
-        spent += 2 * known[-1][1]
-    if len(known) == 1:
-        return lambda size: known[0][1] * size
-    (less, before), (more, after) = known[-2:]
-    slope = max(0.0, (after - before) / (more - less))
-    return lambda size: max(0.0, after + slope * (size - more)) if size > more else _between(known, size)
-
-
-def _between(known: list[tuple[int, float]], size: int) -> float:
-    """By the sizes below and above."""
-    for (less, before), (more, after) in pairwise(known):
-        if size <= more:
-            return before + (after - before) * (size - less) / (more - less)
-    return known[-1][1]
-
-
-def seconds_of(work: Callable[[], object]) -> float:
-    """The smaller of two runs, since the first may load what later ones find loaded; of one where that takes long."""
-    least = math.inf
-    for _ in range(2):
-        started = time.perf_counter()
-        work()
-        if torch.cuda.is_available():  # a GPU returns before it has done the work
-            torch.cuda.synchronize()
-        least = min(least, time.perf_counter() - started)
-        if least > PATIENCE / 2:
-            break
-    return least
-
+# --- bytes ------------------------------------------------------------------------------------------------------------
 
 KEEP_BYTES = 2**30
 WORKSPACE_BYTES = 64 * 2**20 + 8 * SLICE_BYTES  # what PyTorch takes beside the arrays counted here
@@ -329,47 +275,72 @@ class Cost:
     num_params: int
     num_actions: int
     epochs: float
-    fit_seconds: float | None
-    predict_seconds: float | None  # for 1000 inputs
     fit_bytes: int
     predict_bytes: int
     available_bytes: int | None
     fixed_bytes: int = 0  # of fit_bytes, what does not depend on the number of actions
     action_bytes: int = 0  # what one more action takes
+    fit_seconds: float | None = None  # None: not timed, and so for predictions
+    predict_seconds: float | None = None  # for 1000 inputs
+    predict_rows: float | None = None  # of J at each input, by default: all outputs, or as many contrasts as it needs
 
     def __str__(self) -> str:
         def seconds(value: float | None) -> str:
             return "–" if value is None else f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min"
 
+        each = "per 1000 inputs"
+        if self.predict_rows is not None:
+            each += f", {self.predict_rows:.3g} backward passes for each"
         return (
             f"{self.num_data:,} data, {self.num_params:,} weights, {self.num_actions:,} actions\n"
             f"{'':12}{'time':>12}{'memory':>14}\n"
             f"{'fit':12}{seconds(self.fit_seconds):>12}{mebibytes(self.fit_bytes):>14}   {self.epochs:.1f} epochs\n"
-            f"{'predict':12}{seconds(self.predict_seconds):>12}{mebibytes(self.predict_bytes):>14}   per 1000 inputs\n"
+            f"{'predict':12}{seconds(self.predict_seconds):>12}{mebibytes(self.predict_bytes):>14}   {each}\n"
             f"{'available':24}{mebibytes(self.available_bytes):>14}"
         )
 
 
-def estimate_cost(network: LinearisedNetwork, settings: NetworkSettings, *, timed: bool) -> Cost:
-    """Counted from sizes; the first batch is evaluated in any case, and timed if asked."""
-    jacobian, plan = network.jacobian, Plan.of(network, settings, prepared=timed)
-    fixed, of_actions = _fixed_bytes(plan, jacobian, network.likelihood), _action_bytes(plan, jacobian)
-    rows = row_seconds(plan, jacobian) if timed else None
+def estimated_cost(network: LinearisedNetwork, settings: NetworkSettings, *, prepared: bool = False) -> Cost:
+    """What `fit` will cost, which is exact where that is cheaper. Counted from sizes and the first batch.
+
+    `prepared` also finds out what rows of J take.
+    """
+    settings = resolved(network, settings)
+    if settings.policy != EXACT:
+        return _iterative_cost(network, settings, prepared=prepared)
+    sizes, jacobian = Sizes.of(network), network.jacobian
+    needed = sizes.factor_bytes + settings.chunk_bytes + WORKSPACE_BYTES
+    return Cost(
+        num_data=sizes.num_data,
+        num_params=sizes.num_params,
+        num_actions=sizes.rank,
+        epochs=row_epochs(sizes.num_rows // sizes.num_data),
+        fit_bytes=needed,
+        predict_bytes=settings.chunk_bytes + WORKSPACE_BYTES + 2 * image_bytes(jacobian, sizes.rank),
+        available_bytes=available_bytes(jacobian.device),
+        fixed_bytes=needed,
+    )
+
+
+def _iterative_cost(network: LinearisedNetwork, settings: NetworkSettings, *, prepared: bool = False) -> Cost:
+    jacobian, plan = network.jacobian, Plan.of(network, settings, prepared=prepared)
     images = image_bytes(jacobian, plan.actions)
     stored = images if settings.storage is None else images * settings.storage.itemsize // jacobian.dtype.itemsize
+    # Of all actions: their images, small matrices, and S and T where they are vectors over the data.
+    in_outputs = 0 if plan.in_groups else 2 * plan.num_outputs * plan.num_data * plan.actions * jacobian.dtype.itemsize
+    of_actions = images + 5 * 8 * plan.actions**2 + in_outputs
     of_actions += 0 if settings.storage is None else stored  # beside the sums
+    fixed = _fixed_bytes(plan, jacobian, network.likelihood)
     return Cost(
-        plan.num_data,
-        jacobian.num_params,
-        plan.actions,
-        plan.epochs,
-        None if rows is None else fit_seconds(plan, network, rows),
-        None if rows is None else 1000 * prediction_seconds(plan, rows),
-        fixed + of_actions,
-        settings.chunk_bytes + WORKSPACE_BYTES + 3 * stored // 2,  # up to half of A without the zeros in it
-        available_bytes(jacobian.device),
-        fixed,
-        of_actions // plan.actions,
+        num_data=plan.num_data,
+        num_params=jacobian.num_params,
+        num_actions=plan.actions,
+        epochs=plan.epochs,
+        fit_bytes=fixed + of_actions,
+        predict_bytes=settings.chunk_bytes + WORKSPACE_BYTES + 3 * stored // 2,  # up to half of A without its zeros
+        available_bytes=available_bytes(jacobian.device),
+        fixed_bytes=fixed,
+        action_bytes=of_actions // plan.actions,
     )
 
 
@@ -398,12 +369,6 @@ def _fixed_bytes(plan: Plan, jacobian: NetworkJacobian, likelihood: Likelihood) 
     return max(sweep, for_rows) + WORKSPACE_BYTES + plan.num_data * per_datum + 6 * 8 * jacobian.num_params + of_groups
 
 
-def _action_bytes(plan: Plan, jacobian: NetworkJacobian) -> int:
-    """What all actions take: their images, small matrices, and S and T where they are vectors over the data."""
-    in_outputs = 0 if plan.in_groups else 2 * plan.num_outputs * plan.num_data * plan.actions * jacobian.dtype.itemsize
-    return image_bytes(jacobian, plan.actions) + 5 * 8 * plan.actions**2 + in_outputs
-
-
 def check_memory(cost: Cost) -> int:
     """Refuse what cannot fit, before it starts; else how much it takes."""
     advice = "Use fewer actions (num_actions), less for rows of the Jacobian (chunk_bytes), or fewer weights."
@@ -421,7 +386,7 @@ def check_memory_to_refine(
     fitted: NetworkFit, network: LinearisedNetwork, settings: NetworkSettings, budget: Budget
 ) -> int:
     """The same for what is added to a fit: new actions, and copies in which they lie beside those that are there."""
-    cost = estimate_cost(network, settings, timed=False)
+    cost = _iterative_cost(network, settings)
     per_action = cost.action_bytes
     most = fitted.num_data * fitted.num_outputs
     epochs = min(1.0 if budget.epochs is None else budget.epochs, float(most))

@@ -118,11 +118,6 @@ class NetworkSettings:
             storage=None if storage is None else torch.bfloat16,
         )
 
-    def bounds_actions(self, rank: int) -> bool:
-        """Whether a budget was asked for that is less than so many actions, or that counts epochs or directions."""
-        fewer = (self.is_bounded and self.num_actions < rank) or (self.options.max_rank or rank) < rank
-        return fewer or self.max_epochs is not None or self.cotangents is not None
-
     @property
     def product_policy(self) -> Policy:
         """The policy of a fit by products."""

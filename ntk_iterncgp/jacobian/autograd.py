@@ -34,7 +34,7 @@ from torch.nn.functional import pad
 
 from ntk_iterncgp.data.fixed_order import Inputs, slice_rows
 from ntk_iterncgp.jacobian.layers import LayerRows, aliases_of, layer_rows, layers_of, padding_rows
-from ntk_iterncgp.jacobian.rows import Contrasts, DenseRows, NetworkJacobian, Rows, contrasts_at
+from ntk_iterncgp.jacobian.rows import SMALL_NETWORK, Contrasts, DenseRows, NetworkJacobian, Rows, contrasts_at
 from ntk_iterncgp.likelihoods.tokens import IGNORED
 from ntk_iterncgp.runtime.threads import FORWARD_MODE, exclusively, plain_attention
 
@@ -50,7 +50,7 @@ weights are used again for some data only is a matter of the batch, and seen in 
 
 Owners = Mapping[str, tuple[str, str]]  # of each parameter: its layer, and where it is in it
 
-SMALL_NETWORK, FEW_DATA = 2**14, 2**12  # weights and data, up to which derivatives are taken in float64
+FEW_DATA = 2**12  # up to which derivatives of a small classifier are taken in float64
 
 _told: WeakSet[nn.Module] = WeakSet()  # which models are known not to be vectorised: once is enough
 

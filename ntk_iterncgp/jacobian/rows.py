@@ -213,6 +213,8 @@ class NetworkJacobian(ABC):
 EXACT_TRACE_ROWS = 4096
 """Up to this many rows of J, if they are few numbers, tr(W K) is computed from all of them."""
 
+SMALL_NETWORK, FEW_OUTPUTS = 2**14, 4  # weights, and outputs, up to which all rows at an input cost next to nothing
+
 FEW_NUMBERS = 2**24  # of J: what a small network's rows take, some tenths of a second
 
 SAMPLED_SHARE, MIN_SAMPLED, MAX_SAMPLED = 0.02, 32, 64
@@ -251,7 +253,12 @@ def affordable_data(jacobian: NetworkJacobian, num_data: int, num_outputs: int, 
     return max(1, min(wanted, int(FIT_SHARE * num_data / row_epochs(num_outputs))))
 
 
-def row_epochs(num_outputs: int) -> float:
+def all_rows_are_cheap(num_outputs: int, num_params: int) -> bool:
+    """Whether all rows at an input cost next to nothing: then a prediction takes no fewer, unless asked."""
+    return num_outputs <= FEW_OUTPUTS or num_params <= SMALL_NETWORK
+
+
+def row_epochs(num_outputs: float) -> float:
     """All rows of J, in epochs: a forward pass and a backward pass for each output, which is twice as much."""
     return (1 + 2 * num_outputs) / 3
 

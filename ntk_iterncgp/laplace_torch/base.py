@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader
 from ntk_iterncgp.clusters.clusters import Clusters
 from ntk_iterncgp.data.fixed_order import Inputs, slice_rows
 from ntk_iterncgp.fitting.cluster_run import ClusterState, unfolded
-from ntk_iterncgp.jacobian.autograd import SMALL_NETWORK
-from ntk_iterncgp.jacobian.rows import Contrasts, DenseRows, NetworkJacobian, Rows
+from ntk_iterncgp.jacobian.rows import Contrasts, DenseRows, NetworkJacobian, Rows, all_rows_are_cheap
 from ntk_iterncgp.laplace_torch.detector import Detecting
 from ntk_iterncgp.laplace_torch.fitting import FittedNetwork
 from ntk_iterncgp.laplace_torch.grid import GivenMoments, calibrated, descend, search_grid
@@ -36,9 +35,7 @@ from ntk_iterncgp.laplace_torch.weights import WeightDistribution
 from ntk_iterncgp.likelihoods import Softmax
 from ntk_iterncgp.posterior.calibration import Calibration
 from ntk_iterncgp.posterior.contrasts import (
-    FEW_CLASSES,
     Shape,
-    checked_contrasts,
     leading_contrasts,
 )
 from ntk_iterncgp.posterior.predictive import (
@@ -102,7 +99,7 @@ class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
             (b, C, C) of a regression.
         """
         pred_type = PredType.GP if one_of("pred_type", pred_type, list(PredType)) == PredType.GLM else pred_type
-        checked_contrasts(contrasts)
+        _checked_contrasts(contrasts)
         if one_of("link_approx", link_approx, [*LinkApprox, *QUADRATURE]) in QUADRATURE:
             if self.likelihood == Likelihood.CLASSIFICATION and pred_type == PredType.GP:
                 default = default_points(self._num_classes)
@@ -203,7 +200,7 @@ class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
 
     def _with_moments(self, x: Inputs, contrasts: int | str, *, joint: bool) -> Inputs:
         """For a classifier its latent moments in the place of inputs, for laplace-torch to go on from."""
-        checked_contrasts(contrasts)
+        _checked_contrasts(contrasts)
         if self.likelihood != Likelihood.CLASSIFICATION or joint or isinstance(x, GivenMoments):
             return x
         self._check_fitted()
@@ -276,7 +273,7 @@ class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
         self._refresh_posterior()
         with full_precision(self._device):
             if not joint:
-                mean, covariance = self._moments(x, checked_contrasts(contrasts))
+                mean, covariance = self._moments(x, _checked_contrasts(contrasts))
                 return self._by_tokens(mean, x), self._by_tokens(covariance, x)
             mean, covariance = self._glm_predictive_distribution(x, joint=True)
         return mean.reshape(-1, self.n_outputs), covariance
@@ -331,8 +328,8 @@ class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
             return False
         if isinstance(contrasts, int):
             return contrasts < C - 1
-        is_small = C <= FEW_CLASSES or len(self.mean) <= SMALL_NETWORK
-        return contrasts == "auto" and not is_small and self._posterior_now().shape is not None
+        may_be_few = contrasts == "auto" and not all_rows_are_cheap(C, len(self.mean))
+        return may_be_few and self.posterior.reference is not None
 
     def _known(self, x: Inputs, contrasts: int | str, *, least: int = 1) -> tuple[list[KnownContrasts], Shape]:
         """The covariance of the leading contrasts at each input, and the shape of the others.
@@ -523,7 +520,7 @@ class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
         Neither touches the training data; the grid passes the validation set once in all, with as many `contrasts` of a
         classifier's outputs as in a prediction (of "auto", as many as any precision of the grid asks for).
         """
-        checked_contrasts(contrasts)
+        _checked_contrasts(contrasts)
         self._check_fitted()
         check_may_be_tuned(self)
         check_positive("init_prior_prec", init_prior_prec)
@@ -597,3 +594,13 @@ class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a saved posterior, after checking that it belongs to this model."""
         from_state_dict(self, state_dict)
+
+
+def _checked_contrasts(contrasts: int | str) -> int | str:
+    """The setting, or a ValueError that says what it must be."""
+    is_number = isinstance(contrasts, int) and not isinstance(contrasts, bool) and contrasts >= 1
+    if not is_number and contrasts not in ("all", "auto"):
+        raise ValueError(
+            f"`contrasts` must be a positive whole number, 'all' or 'auto'; got {contrasts!r}. Try 'auto'."
+        )
+    return contrasts

@@ -20,17 +20,24 @@ from torch.utils.data import DataLoader
 
 from ntk_iterncgp.data.fixed_order import FirstBatch, FixedOrderData, Inputs, slice_rows, to_device
 from ntk_iterncgp.data.sharding import shard_of
-from ntk_iterncgp.fitting.affordable_network import estimated_cost, resolved
 from ntk_iterncgp.fitting.cluster_run import fit_by_clusters, refine_by_clusters
-from ntk_iterncgp.fitting.cost import Cost, check_memory, check_memory_to_refine, room_for_data
+from ntk_iterncgp.fitting.cost import (
+    Cost,
+    check_memory,
+    check_memory_to_refine,
+    estimated_cost,
+    reference_inputs,
+    resolved,
+    room_for_data,
+)
 from ntk_iterncgp.fitting.drive import Budget
 from ntk_iterncgp.fitting.exact_network import fit_exactly
 from ntk_iterncgp.fitting.network import EXACT, MORE, LinearisedNetwork, NetworkFit, NetworkSettings
 from ntk_iterncgp.fitting.newton_fit import fit_by_products, refine_by_products
 from ntk_iterncgp.fitting.report import FitReport
-from ntk_iterncgp.jacobian.autograd import SMALL_NETWORK, Logits, unwrapped
+from ntk_iterncgp.fitting.timing import timed_cost
+from ntk_iterncgp.jacobian.autograd import Logits, unwrapped
 from ntk_iterncgp.jacobian.blocks import WeightColumns
-from ntk_iterncgp.jacobian.last_layer import LastLayerJacobian
 from ntk_iterncgp.jacobian.rows import NetworkJacobian
 from ntk_iterncgp.laplace_torch.hyperparameters import (
     check_hyperparameters,
@@ -56,7 +63,7 @@ from ntk_iterncgp.likelihoods.output_noise import OutputNoise
 from ntk_iterncgp.likelihoods.tokens import TokenSoftmax
 from ntk_iterncgp.persistence.checkpoint import Checkpoint, CheckpointSession, open_session
 from ntk_iterncgp.persistence.fingerprint import described, digest, fingerprint, flatten, same_fingerprint
-from ntk_iterncgp.posterior.contrasts import Reference, reference_size
+from ntk_iterncgp.posterior.contrasts import Reference
 from ntk_iterncgp.posterior.weight_space import ConditionedPosterior, WeightPosterior
 from ntk_iterncgp.runtime import parallel
 from ntk_iterncgp.runtime.threads import evaluating, exclusively
@@ -383,7 +390,7 @@ class FittedNetwork(BaseFunctionalLaplace):
     def estimate_cost(self, train_loader: DataLoader[Any]) -> Cost:
         """Seconds, epochs and memory of a fit and of predictions, from timing one batch; prints as a table."""
         with exclusively(self.model), evaluating(self.model):
-            return estimated_cost(self._network(train_loader), self.settings, timed=True)
+            return timed_cost(self._network(train_loader), self.settings)
 
     def _network(self, loader: DataLoader[Any], *, is_known: bool = False) -> LinearisedNetwork:
         if torch.is_inference_mode_enabled():
@@ -433,10 +440,8 @@ class FittedNetwork(BaseFunctionalLaplace):
     def _with_reference(self, found: NetworkFit, network: LinearisedNetwork) -> NetworkFit:
         """With the shape of the covariance of the outputs, from a few of the first inputs."""
         first, jacobian, posterior = network.first_batch, network.jacobian, found.posterior
-        num_rows, C = first.outputs.shape
-        is_small = jacobian.num_params <= SMALL_NETWORK or isinstance(jacobian, LastLayerJacobian)
-        number = min(num_rows, reference_size(network.data.num_data(num_rows), C, is_small=is_small))
-        if number == 0 or not network.classification or jacobian.num_tokens > 1:
+        (num_rows, C), number = first.outputs.shape, reference_inputs(network)
+        if number == 0:
             return found
         some = slice_rows(to_device(first.inputs, jacobian.device), slice(0, number), num_rows)
         with torch.no_grad():
@@ -554,7 +559,7 @@ def _fitted_to(
     network: LinearisedNetwork, settings: NetworkSettings, *, progress_bar: bool, session: CheckpointSession | None
 ) -> NetworkFit:
     """Infer the posterior, if it fits in memory; exactly, in groups of data, or by products with the NTK."""
-    network.data.keep_bytes = room_for_data(check_memory(estimated_cost(network, settings, timed=False)))
+    network.data.keep_bytes = room_for_data(check_memory(estimated_cost(network, settings)))
     fit = fit_exactly if settings.policy == EXACT else fit_by_clusters if settings.in_groups else fit_by_products
     return fit(network, settings, progress_bar=progress_bar, session=session)
 

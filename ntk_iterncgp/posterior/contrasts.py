@@ -35,23 +35,12 @@ from ntk_iterncgp.linalg.factor import Factor
 HEAD = 24  # contrasts of the likeliest class that the shape is learnt from
 ALIKE = 8  # the last of these stand for all ranks beyond
 REFERENCE_INPUTS, REFERENCE_SHARE = 32, 0.03  # at most so many, and so much of the rows of all data
-FEW_CLASSES = 4  # up to which "auto" takes all contrasts
 NEGLECTED, GROWTH = 0.002, 1.6  # probability that "auto" leaves to classes no contrast knows: of none, and of each more
 MARGINS = 2.0  # posterior standard deviations in the median margin, beyond which "auto" does not soften
 NUMBERS = (0, 1, 2, 3, 4, 6, 9)  # of contrasts that "auto" chooses from: few numbers make large batches
 SPREAD = 3  # contrasts where the most of these are not enough
 MANY_CLASSES_POINTS = 128  # of quadrature, beyond `HEAD` ranks
 JITTER = 1e-9  # of a shape, relative to its largest entry
-
-
-def checked_contrasts(contrasts: int | str) -> int | str:
-    """The setting, or a ValueError that says what it must be."""
-    is_number = isinstance(contrasts, int) and not isinstance(contrasts, bool) and contrasts >= 1
-    if not is_number and contrasts not in ("all", "auto"):
-        raise ValueError(
-            f"`contrasts` must be a positive whole number, 'all' or 'auto'; got {contrasts!r}. Try 'auto'."
-        )
-    return contrasts
 
 
 def reference_size(num_data: int, num_outputs: int, *, is_small: bool) -> int:
@@ -62,6 +51,11 @@ def reference_size(num_data: int, num_outputs: int, *, is_small: bool) -> int:
     affordable = int(REFERENCE_SHARE * num_data / Reference.num_rows(num_outputs))
     least = REFERENCE_INPUTS // 4 if is_small else 0
     return 0 if num_outputs <= 2 else min(REFERENCE_INPUTS, max(least, affordable))
+
+
+def softest_variance(margins: Tensor) -> float:
+    """The variance of logits from which on more of it would ask for no more contrasts."""
+    return float((margins.median() / MARGINS).square())
 
 
 def ranking(outputs: Tensor) -> Tensor:  # (b, C)
@@ -139,8 +133,8 @@ class Reference:
 
     @property
     def softest(self) -> float:
-        """The variance of logits from which on more of it would ask for no more contrasts."""
-        return float((self.margins.median() / MARGINS).square())
+        """The `softest_variance` at these inputs."""
+        return softest_variance(self.margins)
 
     def to_dict(self) -> dict[str, Tensor | int]:
         """Plain tensors and numbers."""

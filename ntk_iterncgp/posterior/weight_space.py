@@ -22,9 +22,9 @@ EᵀΛ⁻¹E/x more: then E D⁻¹Eᵀ ≤ xΛ whatever the errors are, also whe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -175,8 +175,8 @@ class WeightPosterior:
         gram = self.gram(precision)
         noise = self.noise(gram, noise_scale.detach())
         gains = gram.diagonal() / noise.diagonal()
-        shape = self.shape(prior_precision, noise_scale)
         is_strong = bool((gains > STRONG_SIGNAL).any())
+        shape = partial(self.shape, precision, noise_scale.detach())
         return ConditionedPosterior(self, variance, Factor(gram + noise), noise, shape, is_strong=is_strong)
 
     # --- evidence -------------------------------------------------------------------------------------------------
@@ -333,17 +333,23 @@ class ConditionedPosterior:
         variance: Tensor,
         factor: Factor,
         noise: Tensor,
-        shape: Shape | None,
+        shape: Callable[[], Shape | None],
         *,
         is_strong: bool,
     ) -> None:
-        self.posterior, self.variance, self.factor, self.noise, self.shape = posterior, variance, factor, noise, shape
+        self.posterior, self.variance, self.factor, self.noise = posterior, variance, factor, noise
+        self._make_shape = shape
         dtype = torch.float64 if is_strong else posterior.dtype
         # Λ⁻¹A, of which there is no second copy: one precision for all weights scales what is made of A
         self.columns = WeightColumns(posterior.images, dtype, None if variance.numel() == 1 else variance)
         self.scale = variance if variance.numel() == 1 else torch.ones_like(variance[:1])
         self.rounding = downdate_rounding(posterior.dtype, dtype)
         self.is_sum = is_strong and posterior.images.dtype == torch.float64 and posterior.rank > 0
+
+    @cached_property
+    def shape(self) -> Shape | None:
+        """The shape of the covariance of the outputs, for predictions from few contrasts."""
+        return self._make_shape()
 
     def precision(self) -> PosteriorPrecision:
         """Σ_θ⁻¹ as a linear operator."""

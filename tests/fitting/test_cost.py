@@ -3,6 +3,7 @@
 import gc
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ntk_iterncgp.clusters.clusters import PADDING, Clusters, padded_size
 from ntk_iterncgp.fitting import cost as cost_module
+from ntk_iterncgp.fitting import timing
 from ntk_iterncgp.fitting.cost import activation_bytes
 from ntk_iterncgp.jacobian.autograd import Jacobian
 from tests.clusters_helpers import joint_variance, make_net
@@ -112,11 +114,11 @@ def test_the_cost_of_what_does_not_fit_is_told_without_making_it(monkeypatch: py
         sizes.append(made.numel())
         return made
 
-    monkeypatch.setattr(cost_module.torch, "randn", randn)
-    monkeypatch.setattr(cost_module, "SLICE_ROWS", 4)
-    monkeypatch.setattr(cost_module, "SLICE_COLUMNS", 3)
+    monkeypatch.setattr(torch, "randn", randn)
+    monkeypatch.setattr(timing, "SLICE_ROWS", 4)
+    monkeypatch.setattr(timing, "SLICE_COLUMNS", 3)
     cost = la.estimate_cost(loader)
-    assert cost.predict_seconds is not None and max(sizes) == cost_module.TIMED_COLUMNS * cost.num_params
+    assert cost.predict_seconds is not None and max(sizes) == timing.TIMED_COLUMNS * cost.num_params
 
 
 @pytest.mark.parametrize("num_data", [60, 1500])
@@ -128,9 +130,9 @@ def test_the_seconds_told_are_those_of_batches_as_small_as_groups(
     loader = DataLoader(TensorDataset(net.x, net.y), batch_size=50)
     la = net.laplace(num_actions=20, cotangents=1)
     for beside in ("_matrix_seconds", "_trace_seconds", "_check_seconds"):
-        monkeypatch.setattr(cost_module, beside, lambda *whatever: 0.0)
-    monkeypatch.setattr(cost_module, "seconds_of", lambda work: 0.0)
-    monkeypatch.setattr(cost_module, "seconds_by_size", lambda work, largest: lambda size: 1.0)  # whatever its size
+        monkeypatch.setattr(timing, beside, lambda *whatever: 0.0)
+    monkeypatch.setattr(timing, "seconds_of", lambda work: 0.0)
+    monkeypatch.setattr(timing, "seconds_by_size", lambda work, largest: lambda size: 1.0)  # whatever its size
     told = la.estimate_cost(loader).fit_seconds
     batches: list[int] = []
     original = Clusters.sweep
@@ -143,6 +145,77 @@ def test_the_seconds_told_are_those_of_batches_as_small_as_groups(
     monkeypatch.setattr(Clusters, "sweep", sweep)
     la.fit(loader)
     assert told == pytest.approx(num_data / 50 / 3 + len(batches), rel=0.15)
+
+
+def classifier(num_outputs: int, width: int = 170) -> tuple[nn.Module, DataLoader, Tensor]:
+    """More weights than are few where the width is not small, and data that it is sure of here and there."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2000, 100, generator=generator)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(100, width), nn.Tanh(), nn.Linear(width, num_outputs))
+    with torch.no_grad():
+        model[2].weight.mul_(20)
+    return model, DataLoader(TensorDataset(x, model(x).argmax(1)), batch_size=100), x[:100]
+
+
+def counting_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of J that each call computes, and at how many inputs."""
+    found: list[int] = []
+    original = Jacobian.rows
+
+    def rows(self: Jacobian, *arguments: Any) -> Any:
+        made = original(self, *arguments)
+        found.append(made.shape[0] * made.shape[1])
+        return made
+
+    monkeypatch.setattr(Jacobian, "rows", rows)
+    return found
+
+
+@pytest.mark.parametrize("num_outputs", [3, 10, 40])
+def test_the_backward_passes_counted_are_those_of_a_prediction(
+    num_outputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many classes a few contrasts, as the inputs need; a little more or less, since no variance is known yet."""
+    model, loader, x = classifier(num_outputs)
+    la = Laplace(model, "classification", "all", "iterncgp", num_actions=10)
+    cost = la.estimate_cost(loader)
+    la.fit(loader)
+    found = counting_rows(monkeypatch)
+    la(x)
+    taken = sum(found) / len(x)
+    assert cost.predict_rows == pytest.approx(taken, rel=0 if num_outputs == 3 else 0.2)
+    assert taken == 3 if num_outputs == 3 else taken < num_outputs / 1.4
+    assert f"{cost.predict_rows:.3g} backward passes for each" in str(cost)
+
+
+@pytest.mark.parametrize(
+    ("width", "settings"), [(20, {}), (170, {"mean": "refined"})], ids=["a small network", "a refined mean"]
+)
+def test_all_rows_are_counted_where_a_prediction_takes_them(
+    width: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, loader, x = classifier(10, width)
+    la = Laplace(model, "classification", "all", "iterncgp", num_actions=5, **settings)
+    assert la.estimate_cost(loader).predict_rows == 10
+    la.fit(loader)
+    found = counting_rows(monkeypatch)
+    la(x)
+    assert sum(found) == 10 * len(x)
+
+
+@pytest.mark.slow
+def test_the_seconds_told_for_a_prediction_are_of_the_size_of_those_taken() -> None:
+    model, loader, x = classifier(100, 500)
+    la = Laplace(model, "classification", "all", "iterncgp", num_actions=20)
+    expected = la.estimate_cost(loader).predict_seconds
+    la.fit(loader)
+    la(x)  # what is computed once
+    started = time.perf_counter()
+    la(x)
+    taken = (time.perf_counter() - started) * 1000 / len(x)
+    assert taken / 10 < expected < 10 * taken, (expected, taken)  # with all rows it would be some hundred times as much
 
 
 def test_a_fit_that_cannot_fit_is_refused_with_the_table_and_leaves_what_was_there(

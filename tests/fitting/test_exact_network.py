@@ -8,7 +8,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ntk_iterncgp import Checkpoint
-from ntk_iterncgp.fitting import affordable_network, exact_network
+from ntk_iterncgp.fitting import cost as cost_module
+from ntk_iterncgp.fitting import exact_network
 from ntk_iterncgp.likelihoods import Softmax
 from ntk_iterncgp.likelihoods.base import ANY_VARIANCE
 from ntk_iterncgp.posterior.weight_space import precision_of_weights
@@ -109,16 +110,17 @@ def test_a_budget_below_the_exact_rank_is_kept(budget):
 
 
 def test_what_takes_too_long_is_not_chosen(monkeypatch):
-    monkeypatch.setattr(affordable_network, "FREE_FLOPS", 0.0)
-    monkeypatch.setattr(affordable_network, "CALL_FLOPS", 0.0)
+    monkeypatch.setattr(cost_module, "FREE_FLOPS", 0.0)
+    monkeypatch.setattr(cost_module, "CALL_FLOPS", 0.0)
     model, data = wide(200, width=60)  # 303 weights, 400 rows
     assert of_data(model, data).report_.status != "exact"
 
 
 def test_what_does_not_fit_is_refused_with_its_size(monkeypatch):
     model, data = wide(90)
-    monkeypatch.setattr(affordable_network, "available_bytes", lambda device: 10_000)
+    monkeypatch.setattr(cost_module, "MEMORY_FRACTION", 0.0)
     assert of_data(model, data).report_.status != "exact"
+    monkeypatch.setattr(cost_module, "available_bytes", lambda device: 10_000)
     with pytest.raises(MemoryError, match=r"min\(21 weights, 180 rows\) = 21 actions"):
         of_data(model, data, policy="exact")
 

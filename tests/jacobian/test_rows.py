@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ntk_iterncgp import likelihoods
 from ntk_iterncgp.data.fixed_order import FixedOrderData
-from ntk_iterncgp.fitting import cluster_run, cost
+from ntk_iterncgp.fitting import cluster_run, timing
 from ntk_iterncgp.jacobian import rows as rows_of_prior
 from ntk_iterncgp.jacobian.autograd import Jacobian
 from ntk_iterncgp.likelihoods.base import CurvatureAt
@@ -226,9 +226,11 @@ def test_rows_of_many_outputs_are_proven_and_their_memory_is_counted_by_a_few() 
 @pytest.mark.slow
 def test_the_estimate_counts_the_trace_and_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every backward pass takes a second, and so do the rows at a datum: as many as a fit makes."""
-    monkeypatch.setattr(cost, "seconds_of", lambda work: 0.0)
-    monkeypatch.setattr(cost, "seconds_by_size", lambda work, largest: lambda size: 1.0)
-    monkeypatch.setattr(cost, "row_seconds", lambda plan, jacobian: cost.RowSeconds(100.0, 0.0, 0.0))
+    monkeypatch.setattr(timing, "seconds_of", lambda work: 0.0)
+    monkeypatch.setattr(timing, "seconds_by_size", lambda work, largest: lambda size: 1.0)
+    no_products = timing.Products(10, 0.0, 0.0)
+    seconds = timing.RowSeconds(100.0 / timing.row_epochs(10), no_products, no_products)
+    monkeypatch.setattr(timing, "row_seconds", lambda *whatever: seconds)
     la = Laplace(wide_net(), "classification", "all", "iterncgp", num_actions=40)
     told = la.estimate_cost(loader_of(320)).fit_seconds
     with counted(monkeypatch) as counts:
@@ -266,11 +268,11 @@ def test_a_line_through_times_costs_its_patience_or_three_data(
     each_call: float, each_datum: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock(each_call, each_datum)
-    monkeypatch.setattr(cost, "time", clock)
-    line = cost.seconds_by_size(clock.work, 512)
+    monkeypatch.setattr(timing, "time", clock)
+    line = timing.seconds_by_size(clock.work, 512)
     one = each_call + each_datum
-    assert clock.now <= cost.PATIENCE + 4 * one and len(clock.sizes) <= 2 * 6
-    if one <= 2 * cost.PATIENCE:  # two sizes at least
+    assert clock.now <= timing.PATIENCE + 4 * one and len(clock.sizes) <= 2 * 6
+    if one <= 2 * timing.PATIENCE:  # two sizes at least
         assert [line(size) for size in (1, 2, 512)] == pytest.approx([each_call + n * each_datum for n in (1, 2, 512)])
 
 
@@ -282,7 +284,7 @@ def test_an_estimate_makes_a_bounded_number_of_passes(
 ) -> None:
     """By counts, with a clock that goes on with every datum that is differentiated."""
     clock, passed = Clock(0.0, seconds), list[int]()
-    monkeypatch.setattr(cost, "time", clock)
+    monkeypatch.setattr(timing, "time", clock)
     model = wide_net(num_outputs, 20)
     la = Laplace(model, "classification", "all", "iterncgp", num_actions=5)
 
@@ -293,7 +295,7 @@ def test_an_estimate_makes_a_bounded_number_of_passes(
     la.model.register_forward_pre_hook(seen)
     with counting_gradients(monkeypatch) as gradients:
         la.estimate_cost(loader_of(320, num_outputs))
-    beside = 3 * 32 + 1 + 3 * cost.TIMED_DATA  # the first batch, and what proves rows by layers
+    beside = 3 * 32 + 1 + 3 * timing.TIMED_DATA  # the first batch, and what proves rows by layers
     timed = sum(passed) - beside
-    assert timed * seconds <= 3 * cost.PATIENCE + 12 * seconds
+    assert timed * seconds <= 3 * timing.PATIENCE + 12 * seconds
     assert len(passed) <= 40 and gradients[0] <= 60

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ntk_iterncgp  # noqa: F401  registers the flavours
-from ntk_iterncgp.laplace_torch import base
+from ntk_iterncgp.jacobian import rows as rows_room
 from ntk_iterncgp.posterior.contrasts import (
     HEAD,
     Reference,
@@ -269,7 +269,7 @@ def test_auto_takes_no_contrast_where_the_classes_are_certain_and_says_so_in_pro
 
 @pytest.mark.parametrize("contrasts", [1, 3, "all", "auto"])
 def test_gradients_come_to_the_inputs(contrasts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "SMALL_NETWORK", 0)  # so that "auto" is not all
+    monkeypatch.setattr(rows_room, "SMALL_NETWORK", 0)  # so that "auto" is not all
     la = copy.copy(fitted(enable_backprop=True))
     la.prior_precision = 30.0
     x = NEW[:2].clone().requires_grad_()
@@ -358,7 +358,7 @@ def test_the_shape_is_saved_and_follows_compression_and_refinement() -> None:
 
 
 def test_a_merged_posterior_takes_the_shape_of_its_larger_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "SMALL_NETWORK", 0)  # so that "auto" is not all
+    monkeypatch.setattr(rows_room, "SMALL_NETWORK", 0)  # so that "auto" is not all
     one, two = copy.copy(fitted()), Laplace(network(), "classification", "all", "iterncgp", prior_precision=0.5)
     x = torch.randn(20, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     two.fit(DataLoader(TensorDataset(x, two.model(x).argmax(1)), 10))
