@@ -486,9 +486,9 @@ class Clusters:
         result, start = contributions.new_zeros(len(contributions), len(self.outputs)), 0
         for done, u in self._directions():
             part = contributions[:, start : start + done.num_groups]
-            share = (u * self.curvature(u, done.rows)).sum(1)
-            size = torch.zeros(done.num_groups, dtype=share.dtype, device=share.device)
-            size.index_add_(0, done.labels, share)  # 1, or less for a group that is not all swept
-            result.index_add_(1, done.rows, part[:, done.labels] * (share / size[done.labels].clamp_min(1e-300)))
+            noise = (u * self.curvature(u, done.rows)).sum(1)
+            size = torch.zeros(done.num_groups, dtype=noise.dtype, device=noise.device)
+            size.index_add_(0, done.labels, noise)  # 1, or less for a group that is not all swept
+            result.index_add_(1, done.rows, part[:, done.labels] * (noise / size[done.labels].clamp_min(1e-300)))
             start += done.num_groups
         return result

@@ -28,13 +28,12 @@ from ntk_iterncgp.fitting.network import (
     LinearisedNetwork,
     NetworkFit,
     NetworkSettings,
-    unit_loss,
 )
 from ntk_iterncgp.fitting.network_check import check_posterior, checked_passes, checked_targets, rows_at
 from ntk_iterncgp.fitting.report import FitReport, Record, from_table, to_table
 from ntk_iterncgp.jacobian.rows import curvature_diagonal, plan_trace
 from ntk_iterncgp.likelihoods.base import ANY_VARIANCE, CurvatureAt
-from ntk_iterncgp.likelihoods.leading import CurvatureOfMany, Leading, LeadingSoftmax, keeps_leading
+from ntk_iterncgp.likelihoods.leading import CurvatureOfMany, Leading, LeadingSoftmax
 from ntk_iterncgp.persistence.checkpoint import CheckpointSession
 from ntk_iterncgp.persistence.fingerprint import batch_digests, checked_digests, data_fingerprint
 from ntk_iterncgp.posterior.merging import folded
@@ -63,12 +62,15 @@ class ForwardState:
         return cls(seen)
 
 
+UNFINISHED = "was_cut_short"  # as files name it
+
+
 @dataclass(frozen=True)
 class PassPosition:
     """How far a call is in its current pass."""
 
     rank: int  # of the posterior when the pass began
-    was_cut_short: bool  # the pass was begun in an earlier call
+    is_unfinished: bool  # the pass was begun in an earlier call
     missing: int  # of its data, when this call began
     done: int = 0  # of these
     readings: int = 0  # of the meter, on the way
@@ -77,6 +79,12 @@ class PassPosition:
     def is_complete(self) -> bool:
         """Whether the pass is done, and the next one may begin."""
         return self.done == self.missing
+
+    def to_dict(self) -> dict[str, Any]:
+        """Numbers, by the names that they have in files."""
+        found = asdict(self)
+        found[UNFINISHED] = found.pop("is_unfinished")
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +102,7 @@ class ClusterState:
 
     def to_dict(self) -> dict[str, Any]:
         """All but what can be computed again without the data."""
-        clusters, position = self.clusters, {} if self.position is None else asdict(self.position)
+        clusters, position = self.clusters, {} if self.position is None else self.position.to_dict()
         return {
             "outputs": clusters.outputs,
             "targets": clusters.targets,
@@ -158,7 +166,7 @@ def _position(saved: Mapping[str, Any]) -> PassPosition | None:
     if saved["missing"] is None:
         return None
     counts = {name: _count(saved[name]) for name in ("rank", "missing", "done", "readings")}
-    return PassPosition(was_cut_short=bool(saved["was_cut_short"]), **counts)
+    return PassPosition(is_unfinished=bool(saved[UNFINISHED]), **counts)
 
 
 def _pass(saved: Mapping[str, Any], network: LinearisedNetwork, shape: tuple[int, int]) -> Pass:
@@ -340,7 +348,7 @@ class ClusterRun(Run[AnyState]):
             assert position is not None
             state = yield from self._sweep(state, position)
             rank = state.clusters.rank
-            adds_nothing = rank == position.rank and not position.was_cut_short and state.clusters.last_is_random
+            adds_nothing = rank == position.rank and not position.is_unfinished and state.clusters.last_is_random
             # Sums on a GPU may differ in the last bit from one process to the next, and what is independent with them.
             if parallel.any_of(rank == state.clusters.max_rank or adds_nothing):
                 return state, Status.EXHAUSTED
@@ -351,7 +359,7 @@ class ClusterRun(Run[AnyState]):
     def _forward(self, state: ForwardState) -> Generator[AnyState, None, ClusterState]:
         """Outputs, targets, features and digests of all data. Then the trace."""
         network, data, device = self.network, self.network.data, self.network.jacobian.device
-        has_many = keeps_leading(network.likelihood, data.num_data(len(network.first_batch.outputs)))
+        has_many = network.likelihood.keeps_leading(data.num_data(len(network.first_batch.outputs)))
         with batch_features(network.jacobian) as features_of:
 
             def visit(x: Inputs, y: Tensor) -> tuple[Tensor, ...]:
@@ -396,8 +404,8 @@ class ClusterRun(Run[AnyState]):
         """The unfinished one, or a new one."""
         clusters, jacobian = state.clusters, self.network.jacobian
         rank = clusters.rank if clusters.passes else 0
-        was_cut_short = bool(clusters.passes) and not clusters.passes[-1].is_complete
-        if was_cut_short:
+        is_unfinished = bool(clusters.passes) and not clusters.passes[-1].is_complete
+        if is_unfinished:
             last = clusters.passes[-1]
             copies = {name: getattr(last, name).clone() for name in ("images", "swept", "checksums")}
             clusters.passes[-1] = replace(last, **copies)
@@ -415,7 +423,7 @@ class ClusterRun(Run[AnyState]):
             )
             clusters.passes.append(target)
         missing = int((~clusters.passes[-1].swept).sum())
-        return replace(state, position=PassPosition(rank, was_cut_short, missing), is_reading_due=False)
+        return replace(state, position=PassPosition(rank, is_unfinished, missing), is_reading_due=False)
 
     def _sweep(self, state: ClusterState, position: PassPosition) -> Generator[AnyState, None, ClusterState]:
         """What is missing of the pass."""
@@ -544,7 +552,7 @@ def _finish(trajectory: Trajectory[AnyState], network: LinearisedNetwork, settin
     if (found.were_mended or posterior is not whole) and history:  # the meter was read before
         captured = posterior.information_captured(network.prior_precision, network.noise_scale)
         history[-1] = replace(history[-1], rank=posterior.rank, information_captured=captured)
-    loss = unit_loss(clusters.likelihood, clusters.outputs, clusters.targets)
+    loss = clusters.likelihood.loss(clusters.outputs, clusters.targets)
     advice = ADVICE.get(status, MORE)
     if len(clusters.passes) == 1 and clusters.passes[0].is_complete and posterior is whole:
         advice += " convergence(inputs) estimates what twice the actions would bring."

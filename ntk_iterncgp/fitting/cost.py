@@ -57,7 +57,7 @@ from ntk_iterncgp.jacobian.rows import (
     row_epochs,
 )
 from ntk_iterncgp.likelihoods.base import ANY_VARIANCE, Likelihood
-from ntk_iterncgp.likelihoods.leading import NUM_LEADING, SKETCH, keeps_leading
+from ntk_iterncgp.likelihoods.leading import NUM_LEADING, SKETCH
 from ntk_iterncgp.linalg.factor import SLICE_BYTES
 from ntk_iterncgp.posterior.contrasts import reference_size
 from ntk_iterncgp.runtime import parallel
@@ -356,7 +356,7 @@ def _fixed_bytes(plan: Plan, jacobian: NetworkJacobian, likelihood: Likelihood) 
     if plan.in_groups:
         sweep = 2 * activations  # gradients beside them
         per_datum = 8 * C * (3 + 3 * q) + 2 * 4 * (MAX_FEATURES + C)
-        if keeps_leading(likelihood, plan.num_data):
+        if likelihood.keeps_leading(plan.num_data):
             held = NUM_LEADING + 1
             per_datum = 8 * held * (5 + 3 * q) + 2 * 4 * (MAX_FEATURES + 3 * SKETCH)
         per_datum += 3 * 8 * (DIRECTIONS_EACH + 1)  # curvature along each direction, in two orders

@@ -47,12 +47,6 @@ class Budget:
         """Of which all processes know alike."""
         return self.epochs is not None and epochs >= self.epochs - 1e-9
 
-    def is_spent(self, epochs: float, seconds: float) -> bool:
-        """Several processes, whose clocks differ, are asked together and agree."""
-        if self.has_spent_epochs(epochs):
-            return True
-        return self.seconds is not None and parallel.any_of(seconds >= self.seconds)
-
 
 UNLIMITED = Budget()
 
@@ -89,7 +83,7 @@ class Run(ABC, Generic[S]):
 
     @abstractmethod
     def steps(self, state: S) -> Generator[S, None, tuple[S, Status]]:
-        """Go on from a state; yields those at which it can be stopped, and returns the last with how it ended."""
+        """Continue from a state; yields those at which it can be stopped, and returns the last with how it ended."""
 
     @abstractmethod
     def stage(self, state: S) -> Stage:
@@ -143,7 +137,7 @@ def drive(
     progress_bar: bool = False,
     session: CheckpointSession | None = None,
 ) -> Trajectory[S]:
-    """Go on from a state, or from where it was saved, until the run ends, the budget is spent or Ctrl-C is hit.
+    """Continue from a state, or from where it was saved, until the run ends, the budget is spent or Ctrl-C is hit.
 
     Args:
         run: the algorithm.
@@ -196,7 +190,7 @@ class _Driver(Generic[S]):
             interrupt = stack.enter_context(interruptible()) if several or self.run.waits else Interrupt()
             try:
                 trajectory.status = self._loop(interrupt)
-                if parallel.any_of(interrupt.requested):  # in the last step, too: what follows must not go on
+                if parallel.any_of(interrupt.requested):  # in the last step, too: nothing may follow
                     trajectory.status = Status.INTERRUPTED
             except KeyboardInterrupt:
                 if interrupt.requested or several:  # insisted upon, or by this process alone
@@ -212,7 +206,10 @@ class _Driver(Generic[S]):
         steps = run.steps(trajectory.state)
         self.bar.show(run.stage(trajectory.state))
         with closing(steps):
-            while not self.budget.is_spent(run.epochs(trajectory.state), self._tick()):
+            while not self.budget.has_spent_epochs(run.epochs(trajectory.state)):
+                seconds, most = self._tick(), self.budget.seconds
+                if most is not None and parallel.any_of(seconds >= most):  # their clocks differ: they agree
+                    break
                 try:
                     trajectory.state = next(steps)
                 except StopIteration as end:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ntk_iterncgp.data.fixed_order import Inputs
 from ntk_iterncgp.fitting.drive import Run, Stage, Trajectory, drive
-from ntk_iterncgp.fitting.network import FOLD_FACTOR, LinearisedNetwork, NetworkFit, NetworkSettings, unit_loss
+from ntk_iterncgp.fitting.network import FOLD_FACTOR, LinearisedNetwork, NetworkFit, NetworkSettings
 from ntk_iterncgp.fitting.network_check import check_posterior, checked_targets, rows_at
 from ntk_iterncgp.fitting.report import FitReport, Record, SelfCheckError, from_table, refusal, to_table
 from ntk_iterncgp.jacobian.rows import row_epochs
@@ -194,7 +194,7 @@ def fit_exactly(
     posterior = _checked(state, run, outputs)
     if settings.options.max_rank is not None:
         posterior = posterior.compress(settings.options.max_rank, network.prior_precision, network.noise_scale)
-    loss = unit_loss(run.likelihood, outputs, targets)
+    loss = run.likelihood.loss(outputs, targets)
     report = FitReport(
         status=Status.EXACT.value,
         advice=ADVICE,

@@ -23,7 +23,6 @@ from ntk_iterncgp.fitting.drive import Budget
 from ntk_iterncgp.fitting.report import FitReport
 from ntk_iterncgp.jacobian.rows import NetworkJacobian
 from ntk_iterncgp.likelihoods.base import Likelihood
-from ntk_iterncgp.likelihoods.output_noise import OutputNoise
 from ntk_iterncgp.posterior.weight_space import WeightPosterior, precision_of_weights
 from ntk_iterncgp.runtime.validate import seed_number, whole_number
 from ntk_iterncgp.solver.policies import Policy, resolve_policy
@@ -172,10 +171,3 @@ ADVICE = {
     Status.NEWTON_STEPS: "The mean had not converged when the Newton steps ran out. Use more actions per step.",
 }
 MORE = "refine(train_loader, epochs=…) contracts the variance further."  # the advice after any other status
-
-
-def unit_loss(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> float:
-    """−log p(y | f), of a regression for unit noise and without constants."""
-    if isinstance(likelihood, OutputNoise):
-        return likelihood.misfit(targets - outputs)
-    return -float(likelihood.log_prob(outputs, targets).sum())

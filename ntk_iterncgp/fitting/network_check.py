@@ -78,11 +78,11 @@ def check_posterior(
     posterior: WeightPosterior, prior_precision: Tensor, noise_scale: Tensor, at: Iterable[Rows] = ()
 ) -> WeightPosterior:
     """The same posterior, or a `SelfCheckError`."""
-    told = list(_sizes(posterior, prior_precision, noise_scale)) or list(_matrices(posterior))
-    if not told and posterior.rank:
-        told = [sentence for rows in at for sentence in _variance(posterior, prior_precision, noise_scale, rows)]
-    if told:
-        raise SelfCheckError(refusal(told))
+    problems = list(_sizes(posterior, prior_precision, noise_scale)) or list(_matrices(posterior))
+    if not problems and posterior.rank:
+        problems = [problem for rows in at for problem in _variance(posterior, prior_precision, noise_scale, rows)]
+    if problems:
+        raise SelfCheckError(refusal(problems))
     return posterior
 
 
@@ -98,19 +98,17 @@ def _sizes(posterior: WeightPosterior, prior_precision: Tensor, noise_scale: Ten
         value = getattr(posterior, name)
         if tuple(value.shape) != shape:
             yield f"{name} of shape {shape}, but got {tuple(value.shape)}"
-        elif value.numel() and not all(map(math.isfinite, map(float, _as_stored(value).aminmax()))):
+            continue
+        # With its rows next to each other, as images are stored by columns: a reduction then makes no copy.
+        stored = value.mT if value.ndim == 2 and value.mT.is_contiguous() else value
+        if value.numel() and not all(map(math.isfinite, map(float, stored.aminmax()))):
             yield f"finite numbers in {name}, but it holds NaN or infinity"
-    diagonal = posterior.curvature_diagonal  # of decided data it is a difference of numbers that are nearly the same
+    diagonal = posterior.curvature_diagonal  # of saturated data it is a difference of numbers that are nearly the same
     if len(diagonal) and float(diagonal.min()) < -1e-3 * max(float(diagonal.max()), SMALL):
         yield "a curvature of the weights that is nowhere negative, but it is"
     for name, value in (("prior_precision", prior_precision), ("the noise scale", noise_scale)):
         if not bool((torch.isfinite(value) & (value > 0)).all()):
             yield f"{name} to be positive and finite, but it is not"
-
-
-def _as_stored(value: Tensor) -> Tensor:
-    """A matrix with its rows next to each other, as images are stored by columns: a reduction then makes no copy."""
-    return value.mT if value.ndim == 2 and value.mT.is_contiguous() else value
 
 
 def _matrices(posterior: WeightPosterior) -> Iterator[str]:
@@ -150,7 +148,7 @@ def _variance(posterior: WeightPosterior, prior_precision: Tensor, noise_scale: 
 
 
 MAX_CHECKED_OUTPUTS = 16  # or as many combinations of them
-GROUP_SHARE, MAX_GROUPS = 0.01, 4  # what is computed anew: groups with at most this share of all data, or few
+GROUP_FRACTION, MAX_GROUPS = 0.01, 4  # what is computed anew: groups with at most this fraction of all data, or few
 
 
 @dataclass
@@ -161,7 +159,7 @@ class Findings:
     whether anything was mended before.
     """
 
-    told: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
     stale: list[Tensor] = field(default_factory=list)  # (q·B,) each
     stale_blocks: bool = False
     visited: list[Inputs] = field(default_factory=list)
@@ -182,15 +180,15 @@ def checked_passes(
     """
     found = _problems(clusters, curvature_trace, network, settings, visit)
     swept_again = any(bool(stale.any()) for stale in found.stale)
-    if found.told and (swept_again or found.stale_blocks):
+    if found.problems and (swept_again or found.stale_blocks):
         mending = "These groups are swept again." if swept_again else "They are computed again."
-        warnings.warn(f"The self-check expected {'; and '.join(found.told)}. {mending}", stacklevel=4)
+        warnings.warn(f"The self-check expected {'; and '.join(found.problems)}. {mending}", stacklevel=4)
         for done, stale in zip(clusters.passes, found.stale, strict=True):
             _sweep_again(clusters, done, stale, network, settings.chunk_bytes)
         clusters.forget()
         found = replace(_problems(clusters, curvature_trace, network, settings, visit), were_mended=True)
-    if found.told:
-        raise SelfCheckError(refusal(found.told))
+    if found.problems:
+        raise SelfCheckError(refusal(found.problems))
     return found
 
 
@@ -219,31 +217,25 @@ def _problems(
         off = ~((done.images @ checksum_vector(done.images) - done.checksums).abs() <= allowed)
         if bool(off.any()):
             stale |= off
-            found.told.append(f"images that are what was summed on the way, but {int(off.sum())} are not")
-        if not _has_unit_noise(clusters, done):
-            found.told.append("directions with unit noise in every group, but some have another")
-    if not found.told and not (_gram_is_right(clusters) and _noise_is_right(clusters)):
-        found.told.append("small matrices to be those of the actions, but they are others")
+            found.problems.append(f"images that are what was summed on the way, but {int(off.sum())} are not")
+        for u in done.directions:  # or no direction at all, for a group that the data say nothing about
+            noise, eps = clusters.group_noise(done, u), torch.finfo(torch.float64).eps
+            length = torch.zeros_like(noise).index_add_(0, done.labels, u.square().sum(1))
+            # Of saturated data W is known to eps alone.
+            if not bool((((noise - 1).abs() <= 1e-6 + 16 * eps * length) | (length == 0)).all()):
+                found.problems.append("directions with unit noise in every group, but some have another")
+                break
+    if not found.problems and not (_gram_is_right(clusters) and _noise_is_right(clusters)):
+        found.problems.append("small matrices to be those of the actions, but they are others")
         found.stale_blocks = True
-    if visit and not found.told:
+    if visit and not found.problems:
         _visit(clusters, size, network, settings, found)
-    if parallel.any_of(bool(found.told)):  # several processes mend together, whatever one of them has found
-        found.told = found.told or [ELSEWHERE]
+    if parallel.any_of(bool(found.problems)):  # several processes mend together, whatever one of them has found
+        found.problems = found.problems or [ELSEWHERE]
         found.stale_blocks = parallel.any_of(found.stale_blocks)
         for stale in found.stale:
             stale |= parallel.all_sum(stale.int()).bool()
     return found
-
-
-def _has_unit_noise(clusters: Clusters, done: Pass) -> bool:
-    """Or no direction at all, for a group that the data say nothing about. Of decided data W is known to eps alone."""
-    eps = torch.finfo(torch.float64).eps
-    for u in done.directions:
-        noise = clusters.group_noise(done, u)
-        length = torch.zeros_like(noise).index_add_(0, done.labels, u.square().sum(1))
-        if not bool((((noise - 1).abs() <= 1e-6 + 16 * eps * length) | (length == 0)).all()):
-            return False
-    return True
 
 
 def _gram_is_right(clusters: Clusters) -> bool:
@@ -291,7 +283,7 @@ def _signs(matrix: Tensor) -> Tensor:  # (B, B) -> (B,)
 def _visit(
     clusters: Clusters, size: float, network: LinearisedNetwork, settings: NetworkSettings, found: Findings
 ) -> None:
-    """Look at some data again, all in one go."""
+    """Evaluate some data again, all in one go."""
     jacobian, num_data, num_outputs = network.jacobian, len(clusters.outputs), network.likelihood.num_outputs
     latest, device = clusters.passes[-1], clusters.outputs.device
     generator = torch.Generator().manual_seed(len(clusters.passes))
@@ -305,7 +297,9 @@ def _visit(
     error, at_once = 0.0, max(1, settings.chunk_bytes // jacobian.bytes_per_row(outputs))
     with torch.no_grad():
         for part, x in network.data.pick(rows, num_data, num_data):
-            error = max(error, float((outputs_of(clusters, jacobian, part, x) - clusters.outputs[part]).abs().max()))
+            now = jacobian.forward(x).double()
+            now = now if clusters.leading is None else clusters.leading.reduced(now, part)  # as they were stored
+            error = max(error, float((now - clusters.outputs[part]).abs().max()))
             for g, group in enumerate(groups.tolist()):
                 items = ((latest.labels == group) & torch.isin(latest.rows, part)).nonzero()[:, 0]
                 if len(items):
@@ -319,12 +313,14 @@ def _visit(
                 found.visited.append(slice_rows(x, here, len(part)))
     allowed = network_rounding(jacobian.dtype)
     if not error <= 10 * allowed * (1 + float(clusters.outputs.abs().max())):
-        found.told.append(f"the model's outputs to be those of the fit, but at some data they differ by {error:.1e}")
+        found.problems.append(
+            f"the model's outputs to be those of the fit, but at some data they differ by {error:.1e}"
+        )
         return
     stored = latest.images.view(len(latest.directions), latest.num_groups, -1)[:, groups]
     off = torch.linalg.vector_norm((sums - stored).double(), dim=2)  # (q, groups)
     if not bool((off <= allowed * size).all()):
-        found.told.append(
+        found.problems.append(
             f"images that are sums of gradients, but of {len(groups)} computed again one differs by "
             f"{float(off.max()):.1e}, where rounding explains {allowed * size:.1e}"
         )
@@ -332,19 +328,13 @@ def _visit(
             stale.fill_(True)
     error = max((_adjoint_error(network, x) for x in found.visited), default=0.0)
     if not error <= allowed:
-        found.told.append(_derivatives_differ(error, jacobian.dtype))
-
-
-def outputs_of(clusters: Clusters, jacobian: NetworkJacobian, rows: Tensor, x: Inputs) -> Tensor:
-    """Those of some data now, as they were stored."""
-    outputs = jacobian.forward(x).double()
-    return outputs if clusters.leading is None else clusters.leading.reduced(outputs, rows)
+        found.problems.append(_derivatives_differ(error, jacobian.dtype))
 
 
 def max_group_data(jacobian: NetworkJacobian, num_data: int) -> int:
     """How many data the groups that are computed anew may have together: more where a backward pass is cheap."""
     few = ROWS if ROWS * jacobian.num_params <= FEW_NUMBERS else 1
-    return max(few, int(GROUP_SHARE * num_data))
+    return max(few, int(GROUP_FRACTION * num_data))
 
 
 def _some_groups(done: Pass, max_data: int, generator: torch.Generator) -> Tensor:

@@ -52,7 +52,7 @@ Owners = Mapping[str, tuple[str, str]]  # of each parameter: its layer, and wher
 
 FEW_DATA = 2**12  # up to which derivatives of a small classifier are taken in float64
 
-_told: WeakSet[nn.Module] = WeakSet()  # which models are known not to be vectorised: once is enough
+_warned: WeakSet[nn.Module] = WeakSet()  # which models are known not to be vectorised: once is enough
 
 
 class Jacobian(NetworkJacobian):
@@ -378,8 +378,8 @@ def _floats_to(x: Inputs, dtype: torch.dtype) -> Inputs:
 
 
 def _tell_once(model: nn.Module, error: RuntimeError) -> None:
-    if model not in _told:
-        _told.add(model)
+    if model not in _warned:
+        _warned.add(model)
         warnings.warn(
             "This model cannot be vectorised over data (torch.func.vmap says: "
             f"{shorten(str(error).splitlines()[0], 160, placeholder=' …')}). Its rows are taken one by one, which is "

@@ -1,8 +1,8 @@
 """Rows of the Jacobian layer by layer, for networks whose weights all sit in plain layers.
 
 Vectorised autograd repeats for each output what all of them share, and on a CPU its per-datum convolutions are slow.
-Here one forward pass keeps what went into the layers, C backward passes leave behind the derivatives by what came out
-of them, and matrix products do the rest (`blocks.py`), one layer at a time: J as a whole is nowhere, since on a CPU
+Here one forward pass retains the layer inputs, C backward passes leave behind the derivatives by the layer outputs, and
+matrix products do the rest (`blocks.py`), one layer at a time: J as a whole is nowhere, since on a CPU
 fresh memory for it costs half as much as computing it. Half of the time on a ResNet-20, with all products that a
 prediction needs.
 
@@ -186,7 +186,7 @@ def padding_rows(model: nn.Module, chosen: Mapping[str, Tensor]) -> dict[str, in
     return {name: rows[id(value)] for name, value in chosen.items() if id(value) in rows}
 
 
-class Call(NamedTuple):
+class LayerCall(NamedTuple):
     """A layer in the forward pass."""
 
     inputs: Tensor
@@ -226,19 +226,23 @@ def layer_rows(
     if activations > 2 * b * sum(sizes):  # more memory than the rows themselves are granted
         return None
     cotangents = contrasts_at(contrasts, outputs).unbind(-1)  # r of (C,), or (b, C)
-    kept = {owner: _kept(layers[owner], call, len(cotangents)) for owner, call in seen.items()}
+    retained: dict[str, OutputGradients] = {}
+    for owner, call in seen.items():
+        kind = Sums if isinstance(layers[owner], NORMS) else Places
+        retained[owner] = kind(layers[owner], call, len(cotangents))
     for c, cotangent in enumerate(cotangents):  # all at once by vmap takes longer
-        _differentiate(outputs, cotangent.expand_as(outputs), seen, source, kept, c, is_last=c + 1 == len(cotangents))
-    blocks = [kept[owner].block(place) for owner, place in places.values()]
+        is_last = c + 1 == len(cotangents)
+        _differentiate(outputs, cotangent.expand_as(outputs), seen, source, retained, c, is_last=is_last)
+    blocks = [retained[owner].block(place) for owner, place in places.values()]
     num_shared = sum(call.inputs.numel() + call.shape.numel() for call in seen.values())
     return LayerRows(outputs.detach(), len(cotangents), blocks, sizes, num_shared)
 
 
 def _watched(
     layers: Mapping[str, nn.Module], forward: Callable[[], Tensor], num_rows: int
-) -> tuple[Tensor, list[tuple[str, Call]]]:
+) -> tuple[Tensor, list[tuple[str, LayerCall]]]:
     """A forward pass: the outputs, and the calls of the layers in their order."""
-    calls: list[tuple[str, Call]] = []
+    calls: list[tuple[str, LayerCall]] = []
 
     def watch(owner: str, layer: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> Tensor:
         x = (*inputs, *named.values())[0]  # a model may call its layers by keyword
@@ -248,7 +252,7 @@ def _watched(
             x, output = x.expand(num_rows, *x.shape[1:]), output.expand(num_rows, *output.shape[1:])
         if output.requires_grad:  # else the model holds this layer for constant
             before = get_gradient_edge(x).node if x.requires_grad else None
-            calls.append((owner, Call(x.detach(), output.shape, output.dtype, get_gradient_edge(output), before)))
+            calls.append((owner, LayerCall(x.detach(), output.shape, output.dtype, get_gradient_edge(output), before)))
         return output
 
     with ExitStack() as stack:
@@ -260,7 +264,7 @@ def _watched(
             return forward(), calls
 
 
-def _goes_round(outputs: Tensor, leaves: Iterable[Tensor], calls: Iterable[Call]) -> bool:
+def _goes_round(outputs: Tensor, leaves: Iterable[Tensor], calls: Iterable[LayerCall]) -> bool:
     """Whether a derivative of the outputs comes to a weight by another way than through its layer.
 
     What is in the graph counts, also if it is zero at these data: a gate that is shut here is open elsewhere.
@@ -282,40 +286,38 @@ def _goes_round(outputs: Tensor, leaves: Iterable[Tensor], calls: Iterable[Call]
 def _differentiate(
     outputs: Tensor,
     cotangent: Tensor,
-    calls: Mapping[str, Call],
+    calls: Mapping[str, LayerCall],
     source: Tensor | None,
-    kept: Mapping[str, Kept],
+    retained: Mapping[str, OutputGradients],
     c: int,
     *,
     is_last: bool,
 ) -> None:
-    """One backward pass, for the c-th contrast: what each layer keeps of the derivative by what came out of it.
+    """One backward pass, for the c-th contrast: what each layer retains of the derivative by what came out of it.
 
     On its way to the `source`, so that it can be freed at once: on a CPU, memory that is asked for anew costs nearly as
     much as what is done in it. Without a source, all together in the end.
     """
     keep, missing = not is_last, set(calls)
 
-    def take(owner: str, gradient: Tensor | None) -> None:
+    def take(owner: str, number: int, gradients: Sequence[Tensor | None]) -> None:
+        gradient = gradients[number]
         if gradient is not None:
-            kept[owner].take(c, gradient)
+            retained[owner].take(c, gradient)
             missing.discard(owner)
-
-    def pass_on(owner: str, gradients: Sequence[Tensor | None]) -> None:
-        take(owner, gradients[calls[owner].edge.output_nr])
 
     if source is None:
         edges = [call.edge for call in calls.values()]
         gradients = torch.autograd.grad(outputs, edges, cotangent, retain_graph=keep, allow_unused=True)
-        for owner, gradient in zip(calls, gradients, strict=True):
-            take(owner, gradient)
+        for number, owner in enumerate(calls):
+            take(owner, number, gradients)
     else:
         with ExitStack() as stack:
             for owner, call in calls.items():
-                stack.callback(call.edge.node.register_prehook(partial(pass_on, owner)).remove)
+                stack.callback(call.edge.node.register_prehook(partial(take, owner, call.edge.output_nr)).remove)
             torch.autograd.grad(outputs, source, cotangent, retain_graph=keep, allow_unused=True)
     for owner in missing:
-        kept[owner].take(c, outputs.new_zeros(calls[owner].shape))
+        retained[owner].take(c, outputs.new_zeros(calls[owner].shape))
 
 
 def _affine(layer: nn.Module, x: Tensor) -> Tensor:
@@ -326,8 +328,8 @@ def _affine(layer: nn.Module, x: Tensor) -> Tensor:
     return x * scale.view(channels) + shift.view(channels)
 
 
-class Kept(ABC):
-    """What is kept of the derivatives by what came out of a layer, one network output after the other."""
+class OutputGradients(ABC):
+    """What is retained of the derivatives by what came out of a layer, one network output after the other."""
 
     @abstractmethod
     def take(self, c: int, gradient: Tensor) -> None:  # as the layer's output
@@ -338,10 +340,10 @@ class Kept(ABC):
         """The rows of the layer's weight or bias."""
 
 
-class Places(Kept):
+class Places(OutputGradients):
     """All of it, for a layer that is applied at T places."""
 
-    def __init__(self, layer: nn.Module, call: Call, num_outputs: int) -> None:
+    def __init__(self, layer: nn.Module, call: LayerCall, num_outputs: int) -> None:
         self.layer, self.inputs, self.out = layer, call.inputs, call.shape[2:]
         channels_last = not isinstance(layer, nn.Conv2d)
         b, channels = call.shape[0], call.shape[-1 if channels_last else 1]
@@ -375,10 +377,10 @@ class Places(Kept):
         return Transposed(linear, shape) if _is_transposed(self.layer) else linear
 
 
-class Sums(Kept):
+class Sums(OutputGradients):
     """Sums over places, for a normalisation: Σ_t g s for its weight, with s standardised, and Σ_t g for its bias."""
 
-    def __init__(self, layer: nn.Module, call: Call, num_outputs: int) -> None:
+    def __init__(self, layer: nn.Module, call: LayerCall, num_outputs: int) -> None:
         b = call.shape[0]
         if isinstance(layer, nn.LayerNorm):
             standard = F.layer_norm(call.inputs, layer.normalized_shape, eps=layer.eps)
@@ -397,7 +399,3 @@ class Sums(Kept):
 
     def block(self, place: str) -> Block:
         return WrittenOut(self.sums[0 if place == "weight" else 1])
-
-
-def _kept(layer: nn.Module, call: Call, num_outputs: int) -> Kept:
-    return (Sums if isinstance(layer, NORMS) else Places)(layer, call, num_outputs)

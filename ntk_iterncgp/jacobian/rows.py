@@ -58,7 +58,7 @@ class Rows(ABC):
     def products(
         self, weights: Tensor | WeightColumns, variance: Tensor, *, joint: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """`times` and `covariance` together, in the dtype of the weights: rows that are not kept are computed once."""
+        """`times` and `covariance` together, in the dtype of the weights: what is not retained is computed once."""
         rows = self.in_dtype(weights.dtype)
         return rows.times(weights), rows.covariance(variance, joint=joint)
 
@@ -127,11 +127,6 @@ def contrasts_at(contrasts: Contrasts | None, outputs: Tensor) -> Tensor:  # (b,
             f"{tuple(found.shape)}. Try one row for each of the {C} outputs."
         )
     return found.to(outputs)
-
-
-def contrasts_of(contrasts: Contrasts | None, part: slice) -> Contrasts | None:
-    """The contrasts at some of the inputs."""
-    return contrasts[part] if isinstance(contrasts, Tensor) and contrasts.ndim == 3 else contrasts
 
 
 def curvature_blocks(curvature: Callable[[Tensor], Tensor], shape: torch.Size, like: Tensor) -> Tensor:  # (b, C, C)
@@ -203,9 +198,10 @@ class NetworkJacobian(ABC):
         self, x: Inputs, num_inputs: int, contrasts: Contrasts | None, num_rows: int, chunk_bytes: int
     ) -> Iterator[Rows]:
         """`rows` of a batch in `parts`."""
+        each = contrasts if isinstance(contrasts, Tensor) and contrasts.ndim == 3 else None  # each input has its own
         for part in self.parts(x, num_inputs, num_rows, chunk_bytes):
             some = slice_rows(x, part, num_inputs)
-            yield self.rows(some, part.stop - part.start, contrasts_of(contrasts, part))
+            yield self.rows(some, part.stop - part.start, contrasts if each is None else each[part])
 
 
 # --- diag(JᵀWJ) ---
@@ -217,10 +213,10 @@ SMALL_NETWORK, FEW_OUTPUTS = 2**14, 4  # weights, and outputs, up to which all r
 
 FEW_NUMBERS = 2**24  # of J: what a small network's rows take, some tenths of a second
 
-SAMPLED_SHARE, MIN_SAMPLED, MAX_SAMPLED = 0.02, 32, 64
+SAMPLED_FRACTION, MIN_SAMPLED, MAX_SAMPLED = 0.02, 32, 64
 """A sample of data of which all rows are few: as many as cost 2 % of an epoch, within limits."""
 
-FIT_SHARE = 0.05  # of the backward passes of a fit: what probes, and rows for its check, may take
+FIT_FRACTION = 0.05  # of the backward passes of a fit: what probes, and rows for its check, may take
 MAX_PROBES = 64
 
 
@@ -238,9 +234,9 @@ def plan_trace(jacobian: NetworkJacobian, num_data: int, num_outputs: int, num_c
     if num_data * num_outputs <= EXACT_TRACE_ROWS and num_data * per_datum <= FEW_NUMBERS:
         return TracePlan(num_data, 0, is_exact=True)
     if MAX_SAMPLED * per_datum <= FEW_NUMBERS:
-        size = int(SAMPLED_SHARE * num_data / row_epochs(num_outputs))
+        size = int(SAMPLED_FRACTION * num_data / row_epochs(num_outputs))
         return TracePlan(min(max(size, MIN_SAMPLED), MAX_SAMPLED), 0, is_exact=False)
-    return TracePlan(0, max(1, min(MAX_PROBES, int(FIT_SHARE * num_calls))), is_exact=False)
+    return TracePlan(0, max(1, min(MAX_PROBES, int(FIT_FRACTION * num_calls))), is_exact=False)
 
 
 def affordable_data(jacobian: NetworkJacobian, num_data: int, num_outputs: int, wanted: int) -> int:
@@ -250,7 +246,7 @@ def affordable_data(jacobian: NetworkJacobian, num_data: int, num_outputs: int, 
     """
     if wanted * num_outputs * jacobian.num_params <= FEW_NUMBERS:
         return wanted
-    return max(1, min(wanted, int(FIT_SHARE * num_data / row_epochs(num_outputs))))
+    return max(1, min(wanted, int(FIT_FRACTION * num_data / row_epochs(num_outputs))))
 
 
 def all_rows_are_cheap(num_outputs: int, num_params: int) -> bool:

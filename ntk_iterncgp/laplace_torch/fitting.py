@@ -6,7 +6,7 @@ import math
 import weakref
 from abc import abstractmethod
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, fields, replace
 from difflib import get_close_matches
 from inspect import signature
@@ -522,6 +522,9 @@ class FittedNetwork(BaseFunctionalLaplace):
                 "The model must have the weights it was fitted with; got weights that have changed since. Try "
                 "fit(train_loader) again, or load the weights of the fit."
             )
+
+    def _gradients(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.enable_backprop else torch.no_grad()
 
     def _posterior_now(self) -> ConditionedPosterior:
         """The posterior for the current prior precision, noise and temperature; cached until one of them changes."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from laplace.utils.enums import Likelihood
@@ -81,6 +80,3 @@ class WeightDistribution(FittedNetwork):
             jacobian, inputs = self._jacobian_at(x)
             draws = torch.stack([jacobian.forward_at(inputs, change) for change in changes])
         return draws.to(self._dtype) / self.output_temperature
-
-    def _gradients(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.enable_backprop else torch.no_grad()

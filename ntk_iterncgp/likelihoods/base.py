@@ -144,6 +144,14 @@ class Likelihood(ABC):
     def log_prob(self, latent: Tensor, targets: Tensor) -> Tensor:  # (N, C) -> (N,)
         """log p(y_n | f_n) for each datum."""
 
+    def loss(self, latent: Tensor, targets: Tensor) -> float:
+        """−log p(y | f) of all data; of a noise that is relative, for unit noise and without constants."""
+        return -float(self.log_prob(latent, targets).sum())
+
+    def keeps_leading(self, num_data: int) -> bool:
+        """Whether of the outputs of so many data only the leading classes are stored, as in `leading.py`."""
+        return False
+
     @abstractmethod
     def score(self, latent: Tensor, targets: Tensor) -> Tensor:  # (N, C) -> (N, C)
         """∇_f log p(y | f)."""

@@ -17,18 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ntk_iterncgp.likelihoods.base import ANY_VARIANCE, CurvatureAt, Likelihood
+from ntk_iterncgp.likelihoods.base import ANY_VARIANCE, CurvatureAt
 from ntk_iterncgp.likelihoods.softmax import Softmax
 
 NUM_LEADING = 6  # classes of each datum: as many contrasts as a first pass takes, four, and the target
-MANY_CLASSES, MANY_NUMBERS = 64, 2**24  # outputs and data from which on only these are stored
 SKETCH = 128  # numbers by which vectors over the classes are compared
-
-
-def keeps_leading(likelihood: Likelihood, num_data: int) -> bool:
-    """Whether the outputs of so many data are stored as their leading classes."""
-    C = likelihood.num_outputs
-    return type(likelihood) is Softmax and C >= MANY_CLASSES and num_data * C >= MANY_NUMBERS
 
 
 class LeadingSoftmax(Softmax):

@@ -31,6 +31,9 @@ class OutputNoise(Likelihood):
         """½ (y − f)ᵀW(y − f): −log p(y | f) without constants."""
         return 0.5 * float((missed.square() / self.variances.to(missed)).sum())
 
+    def loss(self, latent: Tensor, targets: Tensor) -> float:
+        return self.misfit(targets - latent)
+
     def check_targets(self, targets: Tensor) -> Tensor:
         return values_of_outputs(targets, self.num_outputs)
 

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from ntk_iterncgp.likelihoods.base import Likelihood, one_dimensional, require
 
+MANY_CLASSES, MANY_NUMBERS = 64, 2**24  # outputs and data from which on only the leading classes are stored
+
 
 class Softmax(Likelihood):
     """`num_classes` latent functions, the logits. Targets are labels (N,), or probabilities of the classes (N, C)."""
@@ -34,6 +36,10 @@ class Softmax(Likelihood):
 
     def settings(self) -> dict[str, Any]:
         return {"num_classes": self.num_outputs}
+
+    def keeps_leading(self, num_data: int) -> bool:
+        C = self.num_outputs
+        return type(self) is Softmax and C >= MANY_CLASSES and num_data * C >= MANY_NUMBERS
 
     @property
     def curvature_rank(self) -> int:

@@ -34,7 +34,7 @@ from ntk_iterncgp.linalg.factor import Factor
 
 HEAD = 24  # contrasts of the likeliest class that the shape is learnt from
 ALIKE = 8  # the last of these stand for all ranks beyond
-REFERENCE_INPUTS, REFERENCE_SHARE = 32, 0.03  # at most so many, and so much of the rows of all data
+REFERENCE_INPUTS, REFERENCE_FRACTION = 32, 0.03  # at most so many, and so much of the rows of all data
 NEGLECTED, GROWTH = 0.002, 1.6  # probability that "auto" leaves to classes no contrast knows: of none, and of each more
 MARGINS = 2.0  # posterior standard deviations in the median margin, beyond which "auto" does not soften
 NUMBERS = (0, 1, 2, 3, 4, 6, 9)  # of contrasts that "auto" chooses from: few numbers make large batches
@@ -48,7 +48,7 @@ def reference_size(num_data: int, num_outputs: int, *, is_small: bool) -> int:
 
     None where two outputs are all, or where a fit has too few data to afford one.
     """
-    affordable = int(REFERENCE_SHARE * num_data / Reference.num_rows(num_outputs))
+    affordable = int(REFERENCE_FRACTION * num_data / Reference.num_rows(num_outputs))
     least = REFERENCE_INPUTS // 4 if is_small else 0
     return 0 if num_outputs <= 2 else min(REFERENCE_INPUTS, max(least, affordable))
 

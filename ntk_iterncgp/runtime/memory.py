@@ -27,7 +27,11 @@ def available_bytes(device: torch.device) -> int | None:
         free, _ = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # held by PyTorch for reuse
         return int(free + unused)
-    found = [*_limits_of_process(), *_limits_of_container()]
+    found, used = [*_limits_of_container()], _table(Path("/proc/self/status"))
+    for name, size in (("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")) if resource is not None else ():
+        soft = resource.getrlimit(getattr(resource, name))[0]
+        if soft != resource.RLIM_INFINITY and size in used:
+            found.append(soft - used[size])
     meminfo = _table(Path("/proc/meminfo"))
     if "MemAvailable" in meminfo:
         found.append(meminfo["MemAvailable"])
@@ -75,14 +79,6 @@ def require_memory(needed: int, available: int | None, *advice: object) -> None:
 def mebibytes(size: int | None) -> str:
     """Return a number of bytes in MiB, as text."""
     return "unknown" if size is None else f"{size / 2**20:,.0f} MiB"
-
-
-def _limits_of_process() -> Iterator[int]:
-    used = _table(Path("/proc/self/status"))
-    for name, size in (("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")) if resource is not None else ():
-        soft = resource.getrlimit(getattr(resource, name))[0]
-        if soft != resource.RLIM_INFINITY and size in used:
-            yield soft - used[size]
 
 
 def _limits_of_container() -> Iterator[int]:

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Subset
 
 from ntk_iterncgp.fitting.cluster_run import ClusterState
-from ntk_iterncgp.likelihoods import Softmax, leading
+from ntk_iterncgp.likelihoods import Softmax, leading, softmax
 from ntk_iterncgp.likelihoods.base import ANY_VARIANCE
 from ntk_iterncgp.likelihoods.leading import Leading, LeadingSoftmax
 from tests.checkpoint_helpers import Killed, checkpoint_in, die_at_save
@@ -21,8 +21,8 @@ NET = make_net(3, num_data=60, num_outputs=12)
 @pytest.fixture
 def many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twelve classes count as many."""
-    monkeypatch.setattr(leading, "MANY_CLASSES", 12)
-    monkeypatch.setattr(leading, "MANY_NUMBERS", 1)
+    monkeypatch.setattr(softmax, "MANY_CLASSES", 12)
+    monkeypatch.setattr(softmax, "MANY_NUMBERS", 1)
 
 
 def fitted(dtype: torch.dtype = torch.float64, **settings: Any) -> Any:
@@ -73,7 +73,7 @@ def test_variance_never_falls_below_the_exact_one(dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("many")
 def test_a_datum_an_action_contracts_as_much_as_with_all_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     la, x = fitted(num_actions=1000), NET.near_and_far()
-    monkeypatch.setattr(leading, "MANY_NUMBERS", 10**9)
+    monkeypatch.setattr(softmax, "MANY_NUMBERS", 10**9)
     whole = fitted(num_actions=1000)
     assert float(la.loss) == pytest.approx(float(whole.loss)) and la.n_outputs == whole.n_outputs == 12
     close(la.posterior.curvature_diagonal, whole.posterior.curvature_diagonal, 1e-9)
