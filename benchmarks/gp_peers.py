@@ -10,8 +10,8 @@ Regression and classification: IterNCGP (Matérn-5/2, hyperparameters by the evi
 gpytorch's exact GP and its variational GP with inducing points (SVGP), all with the same family of kernel and the same
 standardised inputs. scikit-learn's bundled sets (of the digits some), and synthetic sets of the sizes asked for. Exact
 methods are left out where N is above their limit. SVGP has a fixed time, from 20 to 150 seconds; the NLL is that at its
-end, and its seconds are those until the NLL first was that of IterNCGP, if ever. Looking at the test targets is not part
-of its time.
+end, and its seconds are those until the NLL first was that of IterNCGP, if ever. Computing the test NLL is not part of
+its time.
 
 Counts: designs on which a log-linear GLM is wrong (waves, an interaction, a threshold, saturation, a ring), and one
 on which it is right. `NonConjugateGP` after `optimize` beside scikit-learn's PoissonRegressor, its penalty chosen by
@@ -381,14 +381,14 @@ def printed(title: str, rows: list[Row], score: str) -> None:
 PAGE = """# Gaussian processes beside other libraries
 
 One run of `python -m benchmarks.gp_peers{arguments}`, which writes this page. All have Matérn-5/2 kernels on the same
-standardised inputs, and choose their hyperparameters in their own way: `iterncgp` by the exact Laplace evidence of all data
-where that is affordable, else of 1000 of them, and from there by a lower bound up to 5000 data; `sklearn` by its GPC
-and GPR (up to {sklearn} data); `exact` is gpytorch's exact GP by 100 steps of Adam (up to {exact} data); `svgp` is
+standardised inputs, and choose their hyperparameters in their own way: `iterncgp` by the exact Laplace evidence of all
+data where that is affordable, else of 1000 of them, and from there by a lower bound up to 5000 data; `sklearn` by its
+GPC and GPR (up to {sklearn} data); `exact` is gpytorch's exact GP by 100 steps of Adam (up to {exact} data); `svgp` is
 gpytorch's variational GP with 500 inducing points: its NLL and score are those after a fixed time (20 to 150 seconds,
-by size), its seconds those until its NLL first was within 0.005 of that of IterNCGP ("to that of IterNCGP"), or all of them ("not reached"). A
+by size), its seconds those until its NLL first was within 0.005 of that of IterNCGP, or all of them ("not reached"). A
 quarter of the data, up to 5000, is for testing. `seconds` are those of the fit and of the choice of hyperparameters,
-`time` is their ratio to IterNCGP's; {threads} thread(s), and times scatter by some tens of per cent. From 50,000 data on
-IterNCGP makes 25 products.
+`time` is their ratio to IterNCGP's; {threads} thread(s), and times scatter by some tens of per cent. From 50,000 data
+on IterNCGP makes 25 products.
 
 {peers}
 ## Counts

@@ -28,11 +28,10 @@ from ntk_iterncgp.priors.ntk import NetworkImages, NTKPrior, sweep_outputs
 from ntk_iterncgp.solver.inner import inner_loop
 from ntk_iterncgp.solver.newton import initial_state, newton, refine
 from ntk_iterncgp.solver.policies import RandomSubspace
-from ntk_iterncgp.solver.position import Position
 from ntk_iterncgp.solver.problem import Anchor, Problem
 from ntk_iterncgp.solver.recycling import compress
 from ntk_iterncgp.solver.state import State
-from ntk_iterncgp.solver.stopping import Status
+from ntk_iterncgp.solver.stopping import Position, Status
 
 ROUNDINGS = 4  # of a sum over all data, in units of eps: a slice of rows at a time, each by pairs
 

@@ -14,9 +14,8 @@ from ntk_iterncgp.fitting.drive import Run, Stage, Trajectory
 from ntk_iterncgp.fitting.report import FitReport, Record, from_table, to_table
 from ntk_iterncgp.linalg.columns import Buffer, Columns, DenseColumns, Images, KroneckerColumns
 from ntk_iterncgp.priors.ntk import NetworkImages
-from ntk_iterncgp.solver.position import Position
 from ntk_iterncgp.solver.state import Iterate, State
-from ntk_iterncgp.solver.stopping import Status
+from ntk_iterncgp.solver.stopping import Position, Status
 
 FREQUENT_METER_RANK = 512
 """Up to this rank the meter is read after every block of actions, beyond it after every Newton step: it costs O(B³),

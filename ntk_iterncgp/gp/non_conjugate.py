@@ -40,7 +40,7 @@ from ntk_iterncgp.gp.hyperparameters import MEAN, hyperparameters, mean_from_dat
 from ntk_iterncgp.gp.optimize import OptimizationReport, SearchOptions
 from ntk_iterncgp.gp.report import IterativeReport
 from ntk_iterncgp.gp.saving import search_session, session_of
-from ntk_iterncgp.gp.shareable import Shareable
+from ntk_iterncgp.gp.state import Shareable
 from ntk_iterncgp.kernels import METHODS, Kernel
 from ntk_iterncgp.kernels.choice import checked_tolerance
 from ntk_iterncgp.likelihoods import Likelihood

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from ntk_iterncgp.fitting.exact_run import ExactRun
 from ntk_iterncgp.fitting.report import SelfCheckError
 from ntk_iterncgp.fitting.self_check import problems
 from ntk_iterncgp.fitting.solver_run import SolverRun
+from ntk_iterncgp.gp.plots import plot_1d, plot_2d
 from ntk_iterncgp.kernels import Kernel, kernel_from_dict, kernel_to_dict
 from ntk_iterncgp.likelihoods import Likelihood
 from ntk_iterncgp.persistence.files import FileError, read_tensors, with_tensors, without_tensors, write_tensors
@@ -33,7 +34,6 @@ from ntk_iterncgp.solver.exact import ExactState
 from ntk_iterncgp.solver.policies import POLICIES, resolve_policy
 
 KIND, VERSION = "ntk-iterncgp Gaussian process", 1
-G = TypeVar("G")
 PLAIN = (
     "mode",
     "kronecker",
@@ -44,101 +44,112 @@ PLAIN = (
 )  # settings that are themselves
 
 
-def state_dict(gp: Any) -> dict[str, Any]:
-    """Describe a fitted GP by tensors, numbers and texts.
+class Shareable:
+    """Saving, loading and plotting of a `NonConjugateGP`, which inherits from it."""
 
-    Args:
-        gp: a fitted NonConjugateGP.
+    def state_dict(self) -> dict[str, Any]:
+        """This fitted GP as tensors, numbers and texts, of which `from_state_dict` makes an equal one."""
+        gp: Any = self
+        state, report = gp.posterior_.state, gp.report_
+        prior = state.problem.prior
+        assert isinstance(prior, GramPrior)
+        ended = Trajectory(state, report.history, report.seconds, 0.0, Status(report.status))
+        return {
+            "kernels": _described_kernels(gp.kernels),
+            "hyperparameters": [_detached(kernel.hyperparameters()) for kernel in gp.kernels],
+            "likelihood": _described_likelihood(gp.likelihood),
+            "mean": gp.mean,
+            "policy": next((n for n, make in POLICIES.items() if _same_policy(make(), gp.policy)), None),
+            "settings": {name: getattr(gp, name) for name in PLAIN},
+            "stopping": asdict(gp.stopping),
+            "options": asdict(gp.options),
+            "dtype": None if gp.dtype is None else str(gp.dtype).removeprefix("torch."),
+            "is_exact": isinstance(state, ExactState),
+            "inputs": prior.inputs.to(prior.data_dtype),
+            "targets": state.problem.targets,
+            "run": _run(gp, state).to_dict(ended),
+        }
 
-    Returns:
-        A tree of which `from_state_dict` makes an equal GP.
-    """
-    state, report = gp.posterior_.state, gp.report_
-    prior = state.problem.prior
-    assert isinstance(prior, GramPrior)
-    ended = Trajectory(state, report.history, report.seconds, 0.0, Status(report.status))
-    return {
-        "kernels": _described_kernels(gp.kernels),
-        "hyperparameters": [_detached(kernel.hyperparameters()) for kernel in gp.kernels],
-        "likelihood": _described_likelihood(gp.likelihood),
-        "mean": gp.mean,
-        "policy": next((n for n, make in POLICIES.items() if _same_policy(make(), gp.policy)), None),
-        "settings": {name: getattr(gp, name) for name in PLAIN},
-        "stopping": asdict(gp.stopping),
-        "options": asdict(gp.options),
-        "dtype": None if gp.dtype is None else str(gp.dtype).removeprefix("torch."),
-        "is_exact": isinstance(state, ExactState),
-        "inputs": prior.inputs.to(prior.data_dtype),
-        "targets": state.problem.targets,
-        "run": _run(gp, state).to_dict(ended),
-    }
+    @classmethod
+    @torch.no_grad()
+    def from_state_dict(
+        cls,
+        saved: Mapping[str, Any],
+        *,
+        kernel: Kernel | Sequence[Kernel] | None = None,
+        likelihood: Likelihood | None = None,
+        policy: str | Policy | None = None,
+        device: torch.device | str | None = None,
+    ) -> Self:
+        """Make the GP that `state_dict` described, checked against its kernel and its data.
 
+        Args:
+            saved: as `state_dict` returned it.
+            kernel: the kernel (or one for each output), where it was not one of this package.
+            likelihood: the same for the likelihood.
+            policy: the same for the policy, which `refine` needs.
+            device: where to put it; None: the CPU.
 
-@torch.no_grad()
-def from_state_dict(
-    kind: type[G],
-    saved: Mapping[str, Any],
-    *,
-    kernel: Kernel | Sequence[Kernel] | None = None,
-    likelihood: Likelihood | None = None,
-    policy: str | Policy | None = None,
-    device: torch.device | str | None = None,
-) -> G:
-    """Make the GP that was described, and check it.
+        Returns:
+            The fitted GP, which predicts the same bits.
 
-    Args:
-        kind: NonConjugateGP.
-        saved: as `state_dict` returns it.
-        kernel: the kernel (or one for each output), where it was not one of this package.
-        likelihood: the same for the likelihood.
-        policy: the same for the policy, which `refine` needs.
-        device: where to put it; None: the CPU.
+        Raises:
+            ValueError: if the description is incomplete, or does not agree with its kernel and its data.
+        """
+        try:
+            gp: Any = _unfitted(cls, saved, kernel, likelihood, policy, device)
+            device = gp.device or torch.device("cpu")
+            inputs, targets = saved["inputs"].to(device), saved["targets"].to(device)
+            start = _start(gp, inputs, targets, is_exact=saved["is_exact"])
+            trajectory = _run(gp, start).from_dict(saved["run"], Trajectory(start, [], 0.0))
+        except (KeyError, TypeError, AttributeError, RuntimeError, IndexError) as error:
+            raise ValueError(f"it does not describe a fitted GP ({type(error).__name__}: {error})") from error
+        trajectory.before, trajectory.seconds = trajectory.seconds, 0.0
+        found = {} if saved["is_exact"] else problems(trajectory.state)  # those of an exact one cannot be mended
+        if found:
+            raise ValueError(
+                f"it does not agree with its kernel and its data: expected {'; and '.join(found.values())}. Was it "
+                "saved with another kernel or likelihood than the one given?"
+            )
+        try:
+            gp._take(trajectory)
+        except SelfCheckError as error:
+            raise ValueError(f"it does not agree with its kernel and its data: {error}") from error
+        fitted: Self = gp
+        return fitted
 
-    Returns:
-        The fitted GP.
+    def save(self, path: str | Path) -> None:
+        """Write this fitted GP, with its data, to one `.safetensors` file; whole or not at all."""
+        path, tensors = Path(path), dict[str, Tensor]()
+        plain = without_tensors(self.state_dict(), "gp", tensors)
+        write_tensors(path, tensors, {"format": f"{KIND} {VERSION}", "state": plain})
 
-    Raises:
-        ValueError: if the description is incomplete, or does not agree with its kernel and its data.
-    """
-    try:
-        gp: Any = _unfitted(kind, saved, kernel, likelihood, policy, device)
-        device = gp.device or torch.device("cpu")
-        inputs, targets = saved["inputs"].to(device), saved["targets"].to(device)
-        start = _start(gp, inputs, targets, is_exact=saved["is_exact"])
-        trajectory = _run(gp, start).from_dict(saved["run"], Trajectory(start, [], 0.0))
-    except (KeyError, TypeError, AttributeError, RuntimeError, IndexError) as error:
-        raise ValueError(f"it does not describe a fitted GP ({type(error).__name__}: {error})") from error
-    trajectory.before, trajectory.seconds = trajectory.seconds, 0.0
-    found = {} if saved["is_exact"] else problems(trajectory.state)  # those of an exact one cannot be mended
-    if found:
-        raise ValueError(
-            f"it does not agree with its kernel and its data: expected {'; and '.join(found.values())}. Was it saved "
-            "with another kernel or likelihood than the one given?"
-        )
-    try:
-        gp._take(trajectory)
-    except SelfCheckError as error:
-        raise ValueError(f"it does not agree with its kernel and its data: {error}") from error
-    fitted: G = gp
-    return fitted
+    @classmethod
+    def load(cls, path: str | Path, **given: Any) -> Self:
+        """Read a fitted GP from a file that `save` wrote; nothing in it is run.
 
+        Args:
+            path: The file.
+            given: As in `from_state_dict`.
 
-def save(gp: Any, path: str | Path) -> None:
-    """Write a fitted GP to one file, whole or not at all."""
-    path, tensors = Path(path), dict[str, Tensor]()
-    plain = without_tensors(state_dict(gp), "gp", tensors)
-    write_tensors(path, tensors, {"format": f"{KIND} {VERSION}", "state": plain})
+        Returns:
+            The fitted GP, which predicts the same bits.
+        """
+        path = Path(path)
+        content, tensors = read_tensors(path, KIND, VERSION)
+        try:
+            saved = with_tensors(content["state"], tensors)
+            return cls.from_state_dict(saved, **given)
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+            raise FileError(f"'{path}' cannot be loaded: {error}") from error
 
+    def plot_1d(self, ax: Any = None, **settings: Any) -> Any:
+        """Plot a GP of one-dimensional inputs: mean, bands, data. See `gp.plots.plot_1d` for the settings."""
+        return plot_1d(self, ax, **settings)
 
-def load(kind: type[G], path: str | Path, **given: Any) -> G:
-    """Read a fitted GP from its file; `given` as in `from_state_dict`."""
-    path = Path(path)
-    content, tensors = read_tensors(path, KIND, VERSION)
-    try:
-        saved = with_tensors(content["state"], tensors)
-        return from_state_dict(kind, saved, **given)
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise FileError(f"'{path}' cannot be loaded: {error}") from error
+    def plot_2d(self, ax: Any = None, **settings: Any) -> Any:
+        """Plot a GP of two-dimensional inputs: mean, rate or classes, and data. See `gp.plots.plot_2d`."""
+        return plot_2d(self, ax, **settings)
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------

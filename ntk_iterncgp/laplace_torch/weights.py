@@ -10,8 +10,7 @@ from laplace.utils.enums import Likelihood
 from torch import Tensor
 
 from ntk_iterncgp.data.fixed_order import Inputs
-from ntk_iterncgp.posterior.precision import PosteriorPrecision
-from ntk_iterncgp.posterior.weight_space import ConditionedPosterior
+from ntk_iterncgp.posterior.weight_space import ConditionedPosterior, PosteriorPrecision
 from ntk_iterncgp.runtime.threads import evaluating, exclusively
 from ntk_iterncgp.runtime.validate import whole_number
 

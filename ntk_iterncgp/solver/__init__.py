@@ -2,11 +2,10 @@
 
 from ntk_iterncgp.solver.newton import initial_state, newton, refine
 from ntk_iterncgp.solver.policies import POLICIES, Policy, RandomSubspace, Unit, resolve_policy
-from ntk_iterncgp.solver.position import Position
 from ntk_iterncgp.solver.problem import Anchor, Problem
 from ntk_iterncgp.solver.recycling import compress, virtual_solver_run
 from ntk_iterncgp.solver.state import Iterate, State
-from ntk_iterncgp.solver.stopping import COMPRESSIONS, NewtonOptions, Status, Stopping
+from ntk_iterncgp.solver.stopping import COMPRESSIONS, NewtonOptions, Position, Status, Stopping
 
 __all__ = [
     "COMPRESSIONS",

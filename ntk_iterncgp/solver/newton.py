@@ -24,11 +24,10 @@ import torch
 from ntk_iterncgp.linalg.columns import Buffer, Columns, DenseColumns, KroneckerColumns
 from ntk_iterncgp.solver.inner import inner_loop
 from ntk_iterncgp.solver.policies import Policy, RandomSubspace
-from ntk_iterncgp.solver.position import Position
 from ntk_iterncgp.solver.problem import Problem
 from ntk_iterncgp.solver.recycling import virtual_solver_run
 from ntk_iterncgp.solver.state import Iterate, State
-from ntk_iterncgp.solver.stopping import NewtonOptions, Status, Stopping
+from ntk_iterncgp.solver.stopping import NewtonOptions, Position, Status, Stopping
 
 MAX_PRIMAL_STEPS = 3
 MAX_HALVINGS = 40

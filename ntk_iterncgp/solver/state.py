@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ntk_iterncgp.linalg.columns import Buffer, Columns
 from ntk_iterncgp.linalg.factor import Factor
-from ntk_iterncgp.solver.position import Position
 from ntk_iterncgp.solver.problem import Anchor, Problem
+from ntk_iterncgp.solver.stopping import Position
 
 OF_THE_POINT = (
     "latent",

@@ -13,12 +13,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ntk_iterncgp import NonConjugateGP, kernels, likelihoods
 from ntk_iterncgp.posterior.function_space import Posterior
-from ntk_iterncgp.priors.dense import DensePrior
 from ntk_iterncgp.solver import NewtonOptions, Problem, State, Status, Stopping, initial_state, newton, resolve_policy
 from ntk_iterncgp.solver.newton import ascend, line_search, objective_and_slope
 from ntk_iterncgp.solver.state import Iterate
 from tests import oracles
-from tests.cases import POLICIES, Case, exhaust, make_case, solve
+from tests.cases import POLICIES, Case, DensePrior, exhaust, make_case, solve
 
 
 def assert_never_falls(states: list[State]) -> None:
