@@ -156,7 +156,9 @@ def _check_data_seen(state: Mapping[str, Any]) -> None:
     if seen is not None and (seen.dtype, seen.ndim) != (torch.int64, 1):
         raise _damaged("data_seen", str(seen.dtype))
     shards = _part(state, "shards_seen", Tensor) if "shards_seen" in state else None
-    if None not in (seen, shards) and (shards.dtype != torch.int64 or shards.shape != (len(seen), 3)):
+    if seen is None or shards is None:
+        return
+    if shards.dtype != torch.int64 or shards.shape != (len(seen), 3):
         raise _damaged("shards_seen", f"{shards.dtype} of shape {tuple(shards.shape)}")
 
 
