@@ -35,9 +35,14 @@ from ntk_iterncgp.gp.checks import (
     choose_kronecker,
     computing_dtype,
 )
-from ntk_iterncgp.gp.choosing import num_searched, search_by_bound, search_exactly
 from ntk_iterncgp.gp.hyperparameters import MEAN, hyperparameters, mean_from_data, with_values
-from ntk_iterncgp.gp.optimize import OptimizationReport, SearchOptions
+from ntk_iterncgp.gp.optimize import (
+    OptimizationReport,
+    SearchOptions,
+    num_searched,
+    search_by_bound,
+    search_exactly,
+)
 from ntk_iterncgp.gp.report import IterativeReport
 from ntk_iterncgp.gp.saving import search_session, session_of
 from ntk_iterncgp.gp.state import Shareable

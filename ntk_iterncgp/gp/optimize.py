@@ -12,13 +12,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from ntk_iterncgp.fitting.report import FitReport
+from ntk_iterncgp.gp.affordable import searches_exactly, subset_size
 from ntk_iterncgp.gp.elbo import climb
 from ntk_iterncgp.gp.evidence import ExactEvidence
 from ntk_iterncgp.gp.hyperparameters import MEAN, free_names, values_from_data, with_values
@@ -27,6 +30,7 @@ from ntk_iterncgp.kernels import Kernel
 from ntk_iterncgp.likelihoods import Likelihood
 from ntk_iterncgp.persistence.checkpoint import CheckpointSession, unusable
 from ntk_iterncgp.posterior.function_space import FunctionPosterior
+from ntk_iterncgp.priors.gram import working_dtype
 from ntk_iterncgp.runtime import parallel
 from ntk_iterncgp.runtime.validate import non_negative
 from ntk_iterncgp.solver import Status
@@ -287,3 +291,55 @@ class _ElboSearch:
             "num_products": self.num_products,
             "history": self.history,
         }
+
+
+# --- what `NonConjugateGP.optimize` searches: of how many data, of which data, and with which fits --------------------
+
+# `gp` is a NonConjugateGP, which comes after this file.
+
+
+def num_searched(gp: Any, inputs: Tensor, *, is_exact: bool) -> int:
+    """How many data a search begins with, or ends with where the fit is exact; 0 where none have an evidence."""
+    sizes = gp._sizes(inputs)
+    if is_exact and (gp.mode == "exact" or searches_exactly(sizes)):
+        return len(inputs)
+    return subset_size(sizes, gp.likelihood, inputs.device) or (len(inputs) if is_exact else 0)
+
+
+def search_exactly(
+    gp: Any,
+    inputs: Tensor,
+    targets: Tensor,
+    values: dict[str, Tensor],
+    options: SearchOptions,
+    session: CheckpointSession | None,
+    *,
+    num_data: int,
+) -> tuple[dict[str, Tensor], OptimizationReport]:
+    """By the exact evidence, of all data or of `num_data` of them."""
+    likelihood = gp.likelihood
+    if num_data < len(inputs):
+        some = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(gp.seed))[:num_data]
+        some = some.to(inputs.device)
+        inputs, targets, likelihood = inputs[some], targets[some], likelihood.given(targets).on(some)
+    inputs = inputs.to(working_dtype(gp.kernels, inputs))
+    evidence = ExactEvidence(inputs, targets, gp.kernels, likelihood, gp.mean, chunk_bytes=gp.chunk_bytes)
+    return maximise_evidence(evidence, values, options, session)
+
+
+def search_by_bound(
+    gp: Any, X: Tensor, y: Tensor, values: dict[str, Tensor], options: SearchOptions, session: CheckpointSession | None
+) -> tuple[Any, OptimizationReport]:
+    """By the evidence lower bound of iterative fits."""
+    mean, values = values.get(MEAN, gp.mean), {name: x for name, x in values.items() if name != MEAN}
+    options = options.without(MEAN)
+
+    def fit(kernels: list[Kernel], likelihood: Likelihood) -> Any:
+        fitted = copy(gp)  # this one stays as it is until there is a result
+        fitted.kernels, fitted.likelihood, fitted.mean = kernels, likelihood, mean
+        left = gp.stopping.max_products - fitted.fit(X, y).report_.num_products
+        if left > 0 and fitted.report_.status != Status.INTERRUPTED:
+            fitted.refine(left)  # a loose bound prefers smooth kernels
+        return fitted
+
+    return maximise_elbo(fit, gp.kernels, gp.likelihood, values, options, session)

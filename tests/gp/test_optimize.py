@@ -99,7 +99,7 @@ def test_a_step_never_lowers_the_bound_it_climbs(name: str) -> None:
 @pytest.fixture
 def by_bound_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """No subset whose exact evidence gives starting values."""
-    monkeypatch.setattr("ntk_iterncgp.gp.choosing.subset_size", lambda *arguments: 0)
+    monkeypatch.setattr("ntk_iterncgp.gp.optimize.subset_size", lambda *arguments: 0)
 
 
 def searched(name: str, num_data: int, truth: Matern32, seed: int, **settings: Any) -> NonConjugateGP:
