@@ -204,7 +204,7 @@ class Sizes:
 
 
 def resolved(network: LinearisedNetwork, settings: NetworkSettings) -> NetworkSettings:
-    """The settings with policy "auto" decided: "exact" or "clusters"; "exact" is refused where it does not fit.
+    """The settings with policy "auto" resolved: "exact" or "clusters"; "exact" is refused where it does not fit.
 
     "auto" is exact where that costs less than the budget, and where no smaller budget was asked for: num_actions,
     max_rank, cotangents and max_epochs are all bounds on what a fit may hold or spend. All processes agree.
