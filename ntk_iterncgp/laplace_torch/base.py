@@ -6,9 +6,9 @@ laplace-torch's base class turns latent moments into probabilities and samples; 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from laplace.utils.enums import Likelihood, LinkApprox, PredType
@@ -18,7 +18,14 @@ from torch.utils.data import DataLoader
 from ntk_iterncgp.clusters.clusters import Clusters
 from ntk_iterncgp.data.fixed_order import Inputs, slice_rows
 from ntk_iterncgp.fitting.cluster_run import ClusterState, unfolded
-from ntk_iterncgp.jacobian.rows import Contrasts, DenseRows, NetworkJacobian, Rows, all_rows_are_cheap
+from ntk_iterncgp.jacobian.rows import (
+    Contrasts,
+    DenseRows,
+    NetworkJacobian,
+    Rows,
+    all_rows_are_cheap,
+    contrasts_at,
+)
 from ntk_iterncgp.laplace_torch.detector import Detecting
 from ntk_iterncgp.laplace_torch.fitting import FittedNetwork
 from ntk_iterncgp.laplace_torch.grid import GivenMoments, calibrated, descend, search_grid
@@ -36,12 +43,13 @@ from ntk_iterncgp.likelihoods import Softmax
 from ntk_iterncgp.posterior.calibration import Calibration
 from ntk_iterncgp.posterior.contrasts import (
     Shape,
+    contrasts_needed,
     leading_contrasts,
 )
 from ntk_iterncgp.posterior.predictive import (
     KnownContrasts,
     Uncertainty,
-    classification_uncertainty,
+    classification_scores,
     default_points,
     expected_response,
     in_order,
@@ -49,10 +57,15 @@ from ntk_iterncgp.posterior.predictive import (
 )
 from ntk_iterncgp.posterior.tuning import starting_precision, tune_by_evidence
 from ntk_iterncgp.posterior.weight_space import ConditionedPosterior
+from ntk_iterncgp.runtime.memory import available_bytes, mebibytes
 from ntk_iterncgp.runtime.threads import evaluating, full_precision
 from ntk_iterncgp.runtime.validate import one_of, whole_number
 
 QUADRATURE = ("quadrature", "quasi", "accurate")
+COVARIANCES = 4  # of an input, which are held at once where one is filled in or drawn from
+UNASKED_BYTES = 2**28  # of covariances, up to which nobody asks how much memory there is
+
+T = TypeVar("T")
 
 
 class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
@@ -100,8 +113,9 @@ class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
         """
         pred_type = PredType.GP if one_of("pred_type", pred_type, list(PredType)) == PredType.GLM else pred_type
         _checked_contrasts(contrasts)
+        is_plain = self.likelihood == Likelihood.CLASSIFICATION and pred_type == PredType.GP
         if one_of("link_approx", link_approx, [*LinkApprox, *QUADRATURE]) in QUADRATURE:
-            if self.likelihood == Likelihood.CLASSIFICATION and pred_type == PredType.GP:
+            if is_plain:
                 default = default_points(self._num_classes)
                 number = default if n_samples is None else whole_number("n_samples", n_samples, at_least=1)
                 with full_precision(self._device):
@@ -110,15 +124,24 @@ class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
         n_samples = 100 if n_samples is None else n_samples
         if pred_type == PredType.NN:
             return self._averaged(self.predictive_samples(x, pred_type, n_samples))
-        with full_precision(self._device):
+
+        call = super().__call__
+
+        def predicted(x: Inputs) -> Any:
             known = self._with_moments(x, contrasts, joint=joint) if pred_type == PredType.GP else x
             is_bridge = link_approx in (LinkApprox.BRIDGE, LinkApprox.BRIDGE_NORM) and isinstance(known, GivenMoments)
             if is_bridge and not bool(known[1].diagonal(dim1=1, dim2=2).all()):
                 raise ValueError(
                     "`link_approx` must not be 'bridge' with a single logit. Try 'probit' or 'quadrature'."
                 )
-            found = super().__call__(known, pred_type, joint, link_approx, n_samples, *args, **kwargs)
+            found = call(known, pred_type, joint, link_approx, n_samples, *args, **kwargs)
             return self._by_tokens(found, x)
+
+        with full_precision(self._device):
+            is_known = bool(args or kwargs) or isinstance(x, GivenMoments)  # to laplace-torch alone
+            if is_plain and link_approx == LinkApprox.PROBIT and not is_known:
+                return self._by_tokens(self._by_probit(x, contrasts), x)
+            return self._in_batches(x, predicted, 0) if is_plain and not joint else predicted(x)
 
     def _by_tokens(self, values: Any, x: Inputs, dim: int = 0) -> Any:
         """What was computed for each place of the inputs, by input: (b·T, …) -> (b, T, …)."""
@@ -140,23 +163,37 @@ class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
 
     def _by_quadrature(self, x: Inputs, num_points: int, contrasts: int | str) -> Tensor:  # (b, C)
         softmax = Softmax(self._num_classes)
+
+        def averaged(mean: Tensor, covariance: Tensor) -> Tensor:
+            wide = torch.promote_types(mean.dtype, torch.float32)  # no eigenvalues in half precision
+            response = expected_response(
+                softmax, mean.to(wide), covariance.to(wide), link="quadrature", num_samples=num_points
+            )
+            return response.to(mean.dtype)
+
         if isinstance(x, GivenMoments):
-            mean, covariance = x
-        else:
-            self._check_fitted()
-            self._check_nonempty_inputs(x)
-            if self._takes_few(contrasts):
-                parts, shape = self._known(x, contrasts, least=0)
-                found = [part.probabilities(shape, num_points) for part in parts]
-                return in_order(parts, found).to(self._dtype)
-            # It depends on differences between the outputs alone: one backward pass less.
-            needed = softmax.contrasts(self._device) if self._num_tokens == 1 else None
-            mean, covariance = self._whole_moments(x, needed)
-        wide = torch.promote_types(mean.dtype, torch.float32)  # no eigenvalues in half precision
-        response = expected_response(
-            softmax, mean.to(wide), covariance.to(wide), link="quadrature", num_samples=num_points
+            return averaged(*x)
+        self._check_fitted()
+        self._check_nonempty_inputs(x)
+        if self._takes_few(contrasts):
+            parts, shape = self._known(x, contrasts, link="quadrature")
+            found = [part.probabilities(shape, num_points) for part in parts]
+            return in_order(parts, found).to(self._dtype)
+        # It depends on differences between the outputs alone: one backward pass less.
+        needed = softmax.contrasts(self._device) if self._num_tokens == 1 else None
+        return torch.cat(self._of_moments(x, averaged, needed))
+
+    def _by_probit(self, x: Inputs, contrasts: int | str) -> Tensor:  # (b, C)
+        """From variances alone: a matrix of C×C numbers for each input is not formed where few contrasts are known."""
+        self._check_fitted()
+        self._check_nonempty_inputs(x)
+        if self._takes_few(contrasts):
+            parts, shape = self._known(x, contrasts, link="probit")
+            return in_order(parts, [part.by_probit(shape) for part in parts]).to(self._dtype)
+        likelihood = Softmax(self._num_classes)
+        return torch.cat(
+            self._of_moments(x, lambda mean, cov: likelihood.expected_response(mean, cov.diagonal(dim1=1, dim2=2)))
         )
-        return response.to(mean.dtype)
 
     def functional_samples(
         self,
@@ -172,9 +209,16 @@ class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
         """Draw outputs, as laplace-torch does; `contrasts` as in a prediction."""
         if pred_type == PredType.NN:
             return self._split_tokens(self._at_sampled_weights(x, n_samples, generator))
-        known = self._with_moments(x, contrasts, joint=joint)
-        found = super().functional_samples(known, pred_type, n_samples, diagonal_output, generator, joint)
-        samples: Tensor = self._by_tokens(found, x, 1)
+
+        draw = super().functional_samples
+
+        def drawn(x: Inputs) -> Tensor:
+            known = self._with_moments(x, contrasts, joint=joint)
+            found = draw(known, pred_type, n_samples, diagonal_output, generator, joint)
+            samples: Tensor = self._by_tokens(found, x, 1)
+            return samples
+
+        samples: Tensor = drawn(x) if joint else self._in_batches(x, drawn, 1)
         return samples
 
     def predictive_samples(
@@ -193,10 +237,23 @@ class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
         if pred_type == PredType.NN:
             draws = self._split_tokens(self._at_sampled_weights(x, n_samples, generator))
             return draws.softmax(-1) if self.likelihood == Likelihood.CLASSIFICATION else draws
-        known = self._with_moments(x, contrasts, joint=joint)
-        found = super().predictive_samples(known, pred_type, n_samples, diagonal_output, generator, fitting, joint)
-        samples: Tensor = self._by_tokens(found, x, 1)
-        return samples
+        if self.likelihood == Likelihood.CLASSIFICATION:  # laplace-torch draws outputs, too
+            latent = self.functional_samples(
+                x, pred_type, n_samples, diagonal_output, generator, joint, contrasts=contrasts
+            )
+            return latent.softmax(-1)
+        found: Tensor = super().predictive_samples(x, pred_type, n_samples, diagonal_output, generator, fitting, joint)
+        return found
+
+    def _in_batches(self, x: Inputs, function: Callable[[Inputs], Any], dim: int) -> Any:
+        """Apply a function that takes C×C numbers for each input to as many at a time as fit in `chunk_bytes`."""
+        size = max(1, self.settings.chunk_bytes // (COVARIANCES * 8 * self.n_outputs * self._num_classes))
+        if isinstance(x, GivenMoments) or self._num_inputs(x) <= size:
+            return function(x)
+        total = self._num_inputs(x)
+        starts = range(0, total, size)
+        parts = [function(slice_rows(x, slice(start, min(start + size, total)), total)) for start in starts]
+        return torch.cat(parts, dim)
 
     def _with_moments(self, x: Inputs, contrasts: int | str, *, joint: bool) -> Inputs:
         """For a classifier its latent moments in the place of inputs, for laplace-torch to go on from."""
@@ -222,10 +279,38 @@ class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
         Returns:
             The scores, which print as a table; of a classifier of T places those of the first input's, and so on.
         """
-        mean, covariance = self.predictive_moments(self._with_moments(x, contrasts, joint=False))
+        _checked_contrasts(contrasts)
         if self.likelihood == Likelihood.CLASSIFICATION:
-            return classification_uncertainty(mean.double(), covariance.double())
+            return self._scored(x, contrasts)[2]
+        _, covariance = self.predictive_moments(x)
         return regression_uncertainty(covariance.double(), self.sigma_noise.detach().double().square())
+
+    def _scored(
+        self, x: Inputs, contrasts: int | str, num_points: int | None = None
+    ) -> tuple[Tensor, Tensor, Uncertainty]:
+        """Of a classifier the probabilities (b, C) by probit and by quadrature, and the scores of each input."""
+        self._check_fitted()
+        self._check_nonempty_inputs(x)
+        C = self._num_classes
+        softmax, number = Softmax(C), num_points or default_points(C)
+
+        def scored(mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor, Uncertainty]:
+            mean, covariance = mean.double(), covariance.double()
+            by_probit = softmax.expected_response(mean, covariance.diagonal(dim1=1, dim2=2))
+            return by_probit, *classification_scores(mean, covariance, number)
+
+        def join(values: list[Tensor]) -> Tensor:
+            return in_order(parts, values) if parts else torch.cat(values)
+
+        parts: list[KnownContrasts] = []
+        with full_precision(self._device):
+            if self._takes_few(contrasts):
+                parts, shape = self._known(x, contrasts)
+                found = [(part.by_probit(shape), *part.scored(shape, number)) for part in parts]
+            else:
+                found = self._of_moments(x, scored)
+        by_probit, by_points, scores = zip(*found, strict=True)
+        return join(list(by_probit)), join(list(by_points)), Uncertainty.joined(scores, join)
 
     def attribution(self, x: Inputs) -> Tensor:  # (b, N)
         """How much each training datum reduced the variance (the trace over outputs) at each input.
@@ -291,30 +376,55 @@ class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
 
     def _moments(self, x: Inputs, contrasts: int | str = "auto") -> tuple[Tensor, Tensor]:
         """Mean (b, C) and covariance (b, C, C) of the outputs over the output temperature."""
+        self._check_covariances_fit(x)
         if not self._takes_few(contrasts):
             return self._whole_moments(x)
         parts, shape = self._known(x, contrasts)
         mean = in_order(parts, [part.outputs for part in parts])
-        return mean.to(self._dtype), in_order(parts, [part.filled(shape) for part in parts]).to(self._dtype)
+        b, C = mean.shape
+        covariance = mean.new_empty(b, C, C, dtype=self._dtype)
+        size = max(1, self.settings.chunk_bytes // (COVARIANCES * 8 * C * C))
+        for part in parts:
+            for piece in part.split(size):
+                covariance[piece.where] = piece.filled(shape).to(self._dtype)
+        return mean.to(self._dtype), covariance
 
-    def _whole_moments(self, x: Inputs, contrasts: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the mean and the covariance from all rows.
+    def _check_covariances_fit(self, x: Inputs) -> None:
+        """Refuse what takes C×C numbers for more inputs than fit in memory, before anything is computed."""
+        b, C = self._num_inputs(x) * self._num_tokens, self._num_classes
+        each = 2 * self._dtype.itemsize * C * C  # the parts, and all as one
+        available = available_bytes(self._device) if b * each > UNASKED_BYTES else None
+        if available is not None and b * each > available:
+            raise MemoryError(
+                f"`x` must hold at most {available // each:,} inputs, whose covariances of {C:,} outputs take the "
+                f"memory available, {mebibytes(available)}; got {b:,} inputs, {mebibytes(b * each)}. Try smaller "
+                "batches, or la(x) and la.uncertainty(x), which hold no such matrices."
+            )
+
+    def _whole_moments(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        """The mean and the covariance from all rows."""
+        mean, covariance = map(torch.cat, zip(*self._of_moments(x, lambda *moments: moments), strict=True))
+        return mean, covariance
+
+    def _of_moments(
+        self, x: Inputs, function: Callable[[Tensor, Tensor], T], contrasts: Tensor | None = None
+    ) -> list[T]:
+        """A function of the mean (b, C) and the covariance (b, C, C) from all rows, some inputs at a time.
 
         For contrasts H (C, r), the covariance (b, r, r) of Hᵀf, and the mean up to what is the same for all outputs.
         """
-        posterior = self._posterior_now()
+        posterior, C = self._posterior_now(), self._num_classes
 
-        def moments(rows: Rows) -> tuple[Tensor, Tensor]:
-            return self._mean_of(rows, posterior, contrasts), posterior.covariance(rows)
+        def found(rows: Rows) -> T:
+            mean, covariance = self._mean_of(rows, posterior, contrasts), posterior.covariance(rows)
+            if self._num_tokens > 1:  # each place by itself
+                blocks = covariance.unflatten(2, (-1, C)).unflatten(1, (-1, C)).diagonal(dim1=1, dim2=3)  # (b, C, C, T)
+                mean, covariance = mean.reshape(-1, C), blocks.movedim(3, 1).reshape(-1, C, C)
+            return function(*self._tempered(mean.to(self._dtype), covariance.to(self._dtype)))
 
         with evaluating(self.model), self._gradients():
             # By `map`, no name holds the rows of one part while those of the next are computed.
-            mean, covariance = map(torch.cat, zip(*map(moments, self._rows_at(x, contrasts)), strict=True))
-        if self._num_tokens > 1:  # each place by itself
-            C = self._num_classes
-            blocks = covariance.unflatten(2, (-1, C)).unflatten(1, (-1, C)).diagonal(dim1=1, dim2=3)  # (b, C, C, T)
-            mean, covariance = mean.reshape(-1, C), blocks.movedim(3, 1).reshape(-1, C, C)
-        return self._tempered(mean.to(self._dtype), covariance.to(self._dtype))
+            return list(map(found, self._rows_at(x, contrasts)))
 
     def _takes_few(self, contrasts: int | str) -> bool:
         """Whether fewer contrasts than all are asked for.
@@ -331,10 +441,11 @@ class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
         may_be_few = contrasts == "auto" and not all_rows_are_cheap(C, len(self.mean))
         return may_be_few and self.posterior.reference is not None
 
-    def _known(self, x: Inputs, contrasts: int | str, *, least: int = 1) -> tuple[list[KnownContrasts], Shape]:
+    def _known(self, x: Inputs, contrasts: int | str, *, link: str | None = None) -> tuple[list[KnownContrasts], Shape]:
         """The covariance of the leading contrasts at each input, and the shape of the others.
 
-        Of "auto" at least as many contrasts. Where there are none, it is the covariance expected at a typical input.
+        Of "auto" at least one, but for probabilities by a `link` where that is as good as certain without: then it is
+        the covariance expected at a typical input.
         """
         posterior = self._posterior_now()
         shape = posterior.shape or Shape.independent(self.n_outputs, self._device)
@@ -346,7 +457,11 @@ class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
                 number = contrasts
             else:
                 expected = self._expected(jacobian, inputs, shape)
-                number = expected.more_needed(shape).clamp_min(least if shape.is_typical else 1)
+                number = expected.more_needed(shape)
+                if link is None or not shape.is_typical:
+                    number = number.clamp_min(1)
+                elif link == "probit":  # which makes more of the same variance
+                    number = number.where(contrasts_needed(expected.by_probit(shape)) == 0, number.clamp_min(1))
                 parts.append(expected.at((number == 0).nonzero()[:, 0]))
             for where, rows in self._rows_of_few(jacobian, inputs, number):
                 known = self._tempered(rows.outputs.double(), posterior.covariance(rows))
@@ -387,8 +502,9 @@ class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
     def _rows_at(self, x: Inputs, contrasts: Contrasts | None = None) -> Iterator[Rows]:
         """The network at new inputs, in parts that fit in `chunk_bytes`: J(x), or HᵀJ(x) for contrasts H."""
         jacobian, inputs = self._jacobian_at(x)
-        num_inputs = self._num_inputs(inputs)
-        return jacobian.rows_in_parts(inputs, num_inputs, contrasts, self.n_outputs, self.settings.chunk_bytes)
+        num_inputs, C = self._num_inputs(inputs), self.n_outputs
+        number = C if contrasts is None else contrasts_at(contrasts, self.mean.new_zeros(num_inputs, C)).shape[-1]
+        return jacobian.rows_in_parts(inputs, num_inputs, contrasts, number, self.settings.chunk_bytes)
 
     def _all_rows_at(self, x: Inputs) -> Rows:
         parts = list(self._rows_at(x))

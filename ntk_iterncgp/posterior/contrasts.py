@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -204,20 +205,23 @@ class Shape:
             inverse = torch.cholesky_inverse(torch.linalg.cholesky(shape[:k, :k]))
             gain = torch.cat([eye[:k, :k], shape[k:, :k] @ inverse])
             rest = shape - gain @ shape[:k]
-            root = covariance_root(0.5 * (rest + rest.T)[k:-1, k:-1])
-            self._given[number] = Given(inverse, gain, rest, torch.cat([eye[:k, k:-1], root]))
+            self._given[number] = Given(inverse, gain, 0.5 * (rest + rest.T))
         return self._given[number]
 
     def covariance(self, known: Tensor, order: Tensor) -> Tensor:  # (b, k, k), (b, C) -> (b, C, C)
         """Σ̂ of the outputs, in the order of the classes."""
         given, C = self.given(known.shape[1]), len(self.matrix)
-        outputs = torch.eye(C, dtype=torch.float64, device=known.device).roll(1, 0).neg()  # f from u
-        outputs[0, 0], outputs[:, -1] = 0, 1
-        gain, rest = outputs @ given.gain, outputs @ given.rest @ outputs.T
-        by_rank = gain @ known @ gain.T + given.scale(known)[:, None, None] * rest
-        rank = order.argsort(1)
+        gain, rank = given.output_gain, order.argsort(1)
+        by_rank = gain @ known @ gain.T + given.scale(known)[:, None, None] * given.output_rest
         by_rank = by_rank.gather(1, rank[:, :, None].expand(-1, -1, C))
         return by_rank.gather(2, rank[:, None].expand(-1, C, -1))
+
+    def variances(self, known: Tensor, order: Tensor) -> Tensor:  # (b, k, k), (b, C) -> (b, C)
+        """The diagonal of Σ̂, and no C×C matrix."""
+        given = self.given(known.shape[1])
+        by_rank = ((given.output_gain @ known) * given.output_gain).sum(2)
+        by_rank = by_rank + given.scale(known)[:, None] * given.output_rest.diagonal()
+        return by_rank.gather(1, order.argsort(1))
 
     def latent(
         self, mean: Tensor, known: Tensor, num_points: int
@@ -245,8 +249,30 @@ class Given:
     inverse: Tensor  # S̄₁₁⁻¹ (k, k)
     gain: Tensor  # G (C, k)
     rest: Tensor  # S̄ − G S̄₁· (C, C): what they leave
-    root: Tensor  # of the rest of the contrasts (C−1, C−1−k)
+
+    @cached_property
+    def output_gain(self) -> Tensor:  # (C, k)
+        """G for the outputs."""
+        return _outputs_of(self.gain)
+
+    @cached_property
+    def output_rest(self) -> Tensor:  # (C, C)
+        """What they leave of the outputs."""
+        return _outputs_of(_outputs_of(self.rest).T)
+
+    @cached_property
+    def root(self) -> Tensor:  # (C−1, C−1−k)
+        """A root of what they leave of the contrasts."""
+        k = len(self.inverse)
+        inner = covariance_root(self.rest[k:-1, k:-1])
+        return torch.cat([inner.new_zeros(k, inner.shape[1]), inner])
 
     def scale(self, known: Tensor) -> Tensor:  # (b, k, k) -> (b,)
         """a = tr(S̄₁₁⁻¹V) / k."""
         return (self.inverse * known).sum((1, 2)).clamp_min(1e-300) / known.shape[1]
+
+
+def _outputs_of(coordinates: Tensor) -> Tensor:  # (C, …)
+    """The outputs f by rank, from u = (f₁ − f₂, …, f₁ − f_C, f₁)."""
+    level = coordinates[-1:]
+    return torch.cat([level, level - coordinates[:-1]])

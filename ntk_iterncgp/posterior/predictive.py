@@ -14,8 +14,9 @@ and scores of the uncertainty of each input, from the same latent Gaussian (`Unc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,9 +102,22 @@ class KnownContrasts:
         """How many contrasts "auto" takes, by probabilities from a fourth of the points of a prediction."""
         return contrasts_needed(self.probabilities(shape, default_points(self.outputs.shape[1]) // 4))
 
+    def split(self, size: int) -> Iterator[KnownContrasts]:
+        """At most so many inputs at a time."""
+        pieces = zip(self.where.split(size), self.outputs.split(size), self.covariance.split(size), strict=True)
+        return (KnownContrasts(*piece) for piece in pieces)
+
     def filled(self, shape: Shape) -> Tensor:  # (b, C, C)
         """Σ̂."""
         return shape.covariance(self.covariance, ranking(self.outputs))
+
+    def variances(self, shape: Shape) -> Tensor:  # (b, C)
+        """The diagonal of Σ̂."""
+        return shape.variances(self.covariance, ranking(self.outputs))
+
+    def by_probit(self, shape: Shape) -> Tensor:  # (b, C)
+        """E softmax(f), by the probit approximation."""
+        return Softmax(self.outputs.shape[1]).expected_response(self.outputs, self.variances(shape))
 
     def probabilities(self, shape: Shape, num_points: int) -> Tensor:  # (b, C)
         """E softmax(f), by quadrature."""
@@ -113,11 +127,27 @@ class KnownContrasts:
             return expected_response(
                 likelihood, self.outputs, self.filled(shape), link="quadrature", num_samples=num_points
             )
-        values = shape.latent(self.outputs.gather(1, order).float(), self.covariance, num_points)
-        size = 1 + POINT_ENTRIES // (num_points * order.shape[1])
-        parts = [slice(start, start + size) for start in range(0, len(order), size)]
-        by_rank = torch.cat([values(part).softmax(2).mean(1) for part in parts])
+        by_rank = torch.cat([f.softmax(2).mean(1) for f in self._by_rank(shape, order, num_points, torch.float32)])
         return by_rank.gather(1, order.argsort(1)).to(self.outputs)
+
+    def scored(self, shape: Shape, num_points: int) -> tuple[Tensor, Uncertainty]:
+        """E softmax(f) by quadrature, and scores from the same points."""
+        order = ranking(self.outputs)
+        if order.shape[1] <= HEAD + 1:
+            return classification_scores(self.outputs, self.filled(shape), num_points)
+        points = self._by_rank(shape, order, num_points, torch.float64)  # small entropies would be rounding
+        found = [_entropies(f.log_softmax(2), f.new_full((1, f.shape[1]), 1 / f.shape[1])) for f in points]
+        by_rank, total, aleatoric = (torch.cat(part).to(self.outputs) for part in zip(*found, strict=True))
+        variance, margin = self.variances(shape).sum(1), self.covariance[:, 0, 0]
+        return by_rank.gather(1, order.argsort(1)), Uncertainty.of(total, aleatoric, variance, margin)
+
+    def _by_rank(
+        self, shape: Shape, order: Tensor, num_points: int, dtype: torch.dtype
+    ) -> Iterator[Tensor]:  # (b, q, C)
+        """Values of the outputs by rank at equally likely points, some inputs at a time."""
+        values = shape.latent(self.outputs.gather(1, order).to(dtype), self.covariance, num_points)
+        size = 1 + POINT_ENTRIES // (num_points * order.shape[1])
+        return (values(slice(start, start + size)) for start in range(0, len(order), size))
 
 
 def default_points(num_outputs: int) -> int:
@@ -144,6 +174,18 @@ class Uncertainty:
     variance: Tensor  # the trace of the latent covariance
     margin_variance: Tensor | None  # of the difference between the two largest logits; None for regression
 
+    @classmethod
+    def of(cls, entropy: Tensor, aleatoric: Tensor, variance: Tensor, margin_variance: Tensor) -> Uncertainty:
+        """Of a classifier; the epistemic part is what is left of the entropy."""
+        return cls(entropy, (entropy - aleatoric).clamp_min(0), aleatoric, variance, margin_variance)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Uncertainty], join: Callable[[list[Tensor]], Tensor]) -> Uncertainty:
+        """Those of several parts as one."""
+        each = ([getattr(part, f.name) for part in parts] for f in fields(cls))
+        found: list[Any] = [None if values[0] is None else join(values) for values in each]
+        return cls(*found)
+
     def __len__(self) -> int:
         return len(self.entropy)
 
@@ -161,18 +203,29 @@ class Uncertainty:
 
 def classification_uncertainty(mean: Tensor, covariance: Tensor, *, num_samples: int = 512) -> Uncertainty:
     """Compute scores from latent moments (b, C) and (b, C, C) of a softmax, by quadrature."""
+    return classification_scores(mean, covariance, num_samples)[1]
+
+
+def classification_scores(mean: Tensor, covariance: Tensor, num_samples: int) -> tuple[Tensor, Uncertainty]:
+    """Probabilities (b, C) and scores from latent moments (b, C) and (b, C, C) of a softmax, by quadrature."""
     contrasts = Softmax(mean.shape[1]).contrasts(mean.device)
 
-    def entropies(mean: Tensor, covariance: Tensor) -> Tensor:  # (b, 2)
+    def some(mean: Tensor, covariance: Tensor) -> Tensor:  # (b, C + 2)
         root, points, weights = gaussian_points(mean, covariance, contrasts, num_samples)
-        log_p = torch.log_softmax(mean[:, None] + points @ root.mT, -1)  # (b, q, C)
-        aleatoric = (weights * -(log_p.exp() * log_p).sum(-1)).sum(1)
-        p = (weights[..., None] * log_p.exp()).sum(1)
-        return torch.stack([torch.special.entr(p).sum(1), aleatoric], 1)
+        p, total, aleatoric = _entropies(torch.log_softmax(mean[:, None] + points @ root.mT, -1), weights)
+        return torch.cat([p, total[:, None], aleatoric[:, None]], 1)
 
-    total, aleatoric = _in_chunks(entropies, mean, covariance, num_samples).unbind(1)
+    found = _in_chunks(some, mean, covariance, num_samples)
     variance, margin = covariance.diagonal(dim1=1, dim2=2).sum(1), margin_variance(mean, covariance)
-    return Uncertainty(total, (total - aleatoric).clamp_min(0), aleatoric, variance, margin)
+    return found[:, :-2], Uncertainty.of(found[:, -2], found[:, -1], variance, margin)
+
+
+def _entropies(log_p: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # (b, q, C), (b or 1, q)
+    """E p, its entropy, and the expected entropy, from probabilities at weighted points."""
+    p = log_p.exp()
+    aleatoric = (weights * -(p * log_p).sum(-1)).sum(1)
+    expected = (weights[..., None] * p).sum(1)
+    return expected, torch.special.entr(expected).sum(1), aleatoric
 
 
 def margin_variance(mean: Tensor, covariance: Tensor) -> Tensor:  # (b, C), (b, C, C) -> (b,)

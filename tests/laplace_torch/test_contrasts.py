@@ -2,6 +2,7 @@
 
 import copy
 import io
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ntk_iterncgp  # noqa: F401  registers the flavours
+from ntk_iterncgp.experiments.runs.predictor import NetworkPredictor
 from ntk_iterncgp.jacobian import rows as rows_room
+from ntk_iterncgp.laplace_torch import base
 from ntk_iterncgp.posterior.contrasts import (
     HEAD,
     Reference,
@@ -24,6 +27,7 @@ from ntk_iterncgp.posterior.contrasts import (
     ranking,
     reference_size,
 )
+from ntk_iterncgp.posterior.predictive import classification_uncertainty
 from tests import oracles
 from tests.network_cases import dense_jacobian
 
@@ -247,9 +251,9 @@ def test_predictions_do_not_depend_on_the_batch(contrasts: Any, precision: float
     torch.testing.assert_close(whole.flip(0), la(x.flip(0), **arguments), rtol=1e-4, atol=1e-5)
 
 
-def taken(la: Any, x: Tensor, least: int) -> list[int]:
+def taken(la: Any, x: Tensor, link: str | None) -> list[int]:
     """How many contrasts "auto" takes, from least to most: none where nothing has more than its expected variance."""
-    parts, shape = la._known(x, "auto", least=least)
+    parts, shape = la._known(x, "auto", link=link)
     expected = shape.margin / la.output_temperature**2
     found = [0 if bool((part.covariance == expected).all()) else part.covariance.shape[1] for part in parts]
     return sorted(found)
@@ -257,14 +261,105 @@ def taken(la: Any, x: Tensor, least: int) -> list[int]:
 
 def test_auto_takes_no_contrast_where_the_classes_are_certain_and_says_so_in_probabilities_alone() -> None:
     la = copy.copy(large())
-    assert max(taken(la, NEW.float(), 0)) == CLASSES - 1  # nothing is certain
+    assert max(taken(la, NEW.float(), "quadrature")) == CLASSES - 1  # nothing is certain
     la.prior_precision, la.output_temperature = 1e6, 0.1  # next to no variance
-    assert taken(la, NEW.float(), 0)[0] == 0
-    assert taken(la, NEW.float(), 1)[0] == 1
+    assert taken(la, NEW.float(), "quadrature")[0] == 0
+    assert taken(la, NEW.float(), None)[0] == 1
     found, expected = (la(NEW.float(), link_approx="quadrature", contrasts=k) for k in ("auto", "all"))
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)
     exact = la.uncertainty(NEW.float(), contrasts="all").margin_variance
     torch.testing.assert_close(la.uncertainty(NEW.float()).margin_variance, exact, rtol=1e-3, atol=0)
+
+
+def test_probit_goes_without_contrasts_only_where_its_own_variance_changes_nothing() -> None:
+    la = copy.copy(large())
+    la.prior_precision, la.output_temperature = 1e6, 0.1
+    assert taken(la, NEW.float(), "probit")[0] == 0
+    found, expected = (la(NEW.float(), contrasts=k) for k in ("auto", "all"))
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)
+    la.prior_precision = 300.0
+    by_link = {link: sum(k == 0 for k in taken(la, NEW.float(), link)) for link in ("quadrature", "probit")}
+    assert by_link["probit"] <= by_link["quadrature"]
+
+
+@subsets
+@pytest.mark.parametrize("contrasts", [1, 3, "all"])
+def test_probit_takes_the_variances_of_the_latent_covariance(subset: str, contrasts: Any) -> None:
+    la = fitted(subset)
+    mean, covariance = la.latent(NEW, contrasts=contrasts)
+    variance = covariance.diagonal(dim1=1, dim2=2)
+    expected = (mean / (1 + torch.pi / 8 * variance).sqrt()).softmax(1)
+    torch.testing.assert_close(la(NEW, contrasts=contrasts), expected, rtol=1e-7, atol=1e-9)
+
+
+# Many classes
+
+
+MANY = 600
+
+
+@cache
+def many() -> Any:
+    return fitted("last_layer", num_classes=MANY)
+
+
+def most_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the covariances that are filled in."""
+    sizes: list[int] = []
+    covariance = Shape.covariance
+
+    def watched(shape: Shape, known: Tensor, order: Tensor) -> Tensor:
+        found = covariance(shape, known, order)
+        sizes.append(found.numel() * found.element_size())
+        return found
+
+    monkeypatch.setattr(Shape, "covariance", watched)
+    return sizes
+
+
+def test_probabilities_and_scores_of_many_classes_form_no_covariance(monkeypatch: pytest.MonkeyPatch) -> None:
+    la, sizes = many(), most_bytes(monkeypatch)
+    x = NEW.repeat(20, 1)
+    la(x, contrasts=2)
+    la(x, link_approx="quadrature", contrasts=2)
+    la.uncertainty(x, contrasts=2)
+    p, scores = NetworkPredictor(la).scored(x, "probit", 64, 2)  # what the command predict asks for
+    torch.testing.assert_close(p, la(x, contrasts=2), rtol=1e-6, atol=1e-12)
+    assert len(scores) == len(x)
+    assert not sizes
+
+
+def test_scores_of_many_classes_are_those_of_their_covariance() -> None:
+    la = many()
+    mean, covariance = la.latent(NEW[:2], contrasts=2)
+    found, points = la.uncertainty(NEW[:2], contrasts=2), 4096
+    expected = classification_uncertainty(mean, covariance, num_samples=points)
+    torch.testing.assert_close(found.variance, expected.variance, rtol=1e-6, atol=0)
+    torch.testing.assert_close(found.margin_variance, expected.margin_variance, rtol=1e-6, atol=0)
+    _, _, many_points = la._scored(NEW[:2], 2, points)
+    for name in ("entropy", "epistemic", "aleatoric"):
+        torch.testing.assert_close(getattr(many_points, name), getattr(expected, name), rtol=0.03, atol=2e-3)
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0.1, atol=2e-2)
+
+
+def test_samples_of_many_classes_are_drawn_for_as_many_inputs_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    la, sizes = copy.copy(many()), most_bytes(monkeypatch)
+    la.settings = replace(la.settings, chunk_bytes=2 * 4 * 8 * MANY**2)
+    samples = la.predictive_samples(NEW, n_samples=2, contrasts=2)
+    assert samples.shape == (2, len(NEW), MANY)
+    assert max(sizes) <= 2 * 8 * MANY**2
+    assert la(NEW, link_approx="mc", n_samples=2, contrasts=2).shape == (len(NEW), MANY)
+
+
+def test_covariances_that_do_not_fit_are_refused_with_both_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    la = many()
+    monkeypatch.setattr(base, "UNASKED_BYTES", 0)
+    monkeypatch.setattr(base, "available_bytes", lambda device: 20 * 2**20)
+    with pytest.raises(
+        MemoryError, match=r"at most 3 inputs, whose covariances of 600 outputs .* 20 MiB; got 7 inputs"
+    ):
+        la.latent(NEW, contrasts=1)
+    assert la.latent(NEW[:3], contrasts=1)[1].shape == (3, MANY, MANY)
 
 
 @pytest.mark.parametrize("contrasts", [1, 3, "all", "auto"])
@@ -397,11 +492,10 @@ def test_a_precision_for_each_layer_counts_as_one_that_scales_as_much() -> None:
 
 
 def test_contrasts_of_each_input_are_cut_with_the_batch() -> None:
-    la = Laplace(network(), "classification", "all", "iterncgp", num_actions=5, chunk_bytes=8000)
-    la.fit(loader_for(la.model))
-    H = torch.randn(len(NEW), CLASSES, 2, dtype=torch.float64)
+    la, H = copy.copy(fitted()), torch.randn(len(NEW), CLASSES, 2, dtype=torch.float64)
     with torch.no_grad():
-        parts = list(la._rows_at(NEW, H))
         whole = torch.cat([rows.written_out() for rows in la._rows_at(NEW)])
-    assert len(parts) > 1
+        la.settings = replace(la.settings, chunk_bytes=3 * la._jacobian_at(NEW)[0].bytes_per_row(2))
+        parts = list(la._rows_at(NEW, H))
+    assert len(parts) == 3  # two rows count for each input, not one for each output
     torch.testing.assert_close(torch.cat([rows.written_out() for rows in parts]), H.mT @ whole)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from ntk_iterncgp.experiments import datasets, models
 from ntk_iterncgp.experiments.config import RunConfig, flat, from_settings
-from ntk_iterncgp.experiments.evaluation.links import class_probabilities, entropy, mutual_information
+from ntk_iterncgp.experiments.evaluation.links import entropy
 from ntk_iterncgp.experiments.progress import reported
 from ntk_iterncgp.experiments.runs.flavour import make_flavour
 from ntk_iterncgp.experiments.runs.kernel import as_rows
@@ -38,6 +38,7 @@ from ntk_iterncgp.experiments.settings import ConfigError
 from ntk_iterncgp.laplace_torch.detector import Detector
 from ntk_iterncgp.likelihoods.quadrature import standard_normal_quantile
 from ntk_iterncgp.persistence.files import load_posterior, write_atomically
+from ntk_iterncgp.posterior.predictive import Uncertainty
 
 MAX_LINK_SAMPLES = 2**16
 SCORES = ("entropy", "epistemic", "aleatoric", "variance")
@@ -138,23 +139,21 @@ def columns_of(restored: Restored, x: Tensor, link: str, contrasts: int | str = 
     for batch in reported(batches, "Predicting", print, total=len(batches), unit="batches"):
         if config.kernel.name is not None:
             batch = as_rows(batch, restored.scaling, restored.input_shape)
-        mean, covariance = restored.predictor.latent(batch, contrasts)
         if targets is None:
-            parts.append(_of_classes(mean, covariance, link, config.evaluate.link_samples))
+            found = restored.predictor.scored(batch, link, config.evaluate.link_samples, contrasts)
+            parts.append(_of_classes(*found))
         else:
+            mean, covariance = restored.predictor.latent(batch)
             parts.append(_of_targets(mean[:, 0], covariance[:, 0, 0], restored.predictor.noise_variance, *targets))
         if restored.predictor.detector is not None:
             parts[-1] |= _of_detector(restored.predictor.detector, batch)
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def _of_classes(mean: Tensor, covariance: Tensor, link: str, samples: int) -> dict[str, Tensor]:
-    p = class_probabilities(mean, covariance, link=link, num_samples=samples)
-    doubt = mutual_information(mean, covariance, num_samples=samples)
-    total = entropy(p)
-    variance = covariance.diagonal(dim1=1, dim2=2).sum(1)
-    scores = (p, total, doubt, (total - doubt).clamp_min(0), variance)
-    return dict(zip(("probabilities", *SCORES), scores, strict=True))
+def _of_classes(p: Tensor, scores: Uncertainty) -> dict[str, Tensor]:
+    total, doubt = entropy(p), scores.epistemic
+    values = (p, total, doubt, (total - doubt).clamp_min(0), scores.variance)
+    return dict(zip(("probabilities", *SCORES), values, strict=True))
 
 
 def _of_detector(detector: Detector, x: Tensor) -> dict[str, Tensor]:

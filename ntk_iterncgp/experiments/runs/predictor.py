@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from ntk_iterncgp import kernels
+from ntk_iterncgp.experiments.evaluation.links import class_probabilities
 from ntk_iterncgp.gp.non_conjugate import NonConjugateGP
 from ntk_iterncgp.laplace_torch.detector import Detector
 from ntk_iterncgp.likelihoods import Gaussian
 from ntk_iterncgp.linalg.columns import Buffer, DenseColumns, KroneckerColumns
 from ntk_iterncgp.linalg.factor import Factor
+from ntk_iterncgp.posterior.predictive import Uncertainty, classification_uncertainty
 from ntk_iterncgp.priors.gram import GramPrior
 
 
@@ -37,6 +39,15 @@ class Predictor(ABC):
     @abstractmethod
     def latent(self, x: Tensor, contrasts: int | str = "auto") -> tuple[Tensor, Tensor]:  # (b, C), (b, C, C)
         """Mean and covariance at inputs scaled as in the fit; of a network from so many contrasts of its outputs."""
+
+    def scored(
+        self, x: Tensor, link: str, num_points: int, contrasts: int | str = "auto"
+    ) -> tuple[Tensor, Uncertainty]:
+        """Class probabilities (b, C) by a link, and the scores of each input."""
+        mean, covariance = self.latent(x, contrasts)
+        return class_probabilities(mean, covariance, link=link, num_samples=num_points), classification_uncertainty(
+            mean, covariance, num_samples=num_points
+        )
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
@@ -57,6 +68,13 @@ class NetworkPredictor(Predictor):
     def latent(self, x: Tensor, contrasts: int | str = "auto") -> tuple[Tensor, Tensor]:
         mean, covariance = self.la.latent(x.to(self.la._device), contrasts=contrasts)
         return mean.double().cpu(), covariance.double().cpu()
+
+    def scored(
+        self, x: Tensor, link: str, num_points: int, contrasts: int | str = "auto"
+    ) -> tuple[Tensor, Uncertainty]:
+        by_probit, by_points, scores = self.la._scored(x.to(self.la._device), contrasts, num_points)
+        found = (by_probit if link == "probit" else by_points).double().cpu()
+        return found / found.sum(1, keepdim=True), Uncertainty.joined([scores], lambda parts: parts[0].double().cpu())
 
     def state(self) -> dict[str, Any]:
         return dict(self.la.state_dict())
