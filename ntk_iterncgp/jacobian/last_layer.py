@@ -7,14 +7,15 @@ matrix of C·D columns per row, let alone (C·D)², is formed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import copy
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from ntk_iterncgp.data.fixed_order import Inputs
-from ntk_iterncgp.jacobian.blocks import WeightColumns
+from ntk_iterncgp.jacobian.blocks import LayerColumns, WeightColumns
 from ntk_iterncgp.jacobian.rows import Contrasts, NetworkJacobian, Rows, contrasts_at
 
 
@@ -87,33 +88,63 @@ class LastLayerRows(Rows):
         rows: Tensor = self._jacobian.flat(each).T.unflatten(0, (len(self._features), -1))
         return rows
 
-    def in_dtype(self, dtype: torch.dtype) -> Rows:
+    def in_dtype(self, dtype: torch.dtype) -> LastLayerRows:
         same = copy(self)
         same._features = self._features.to(dtype)
         return same
 
     def times(self, weights: Tensor | WeightColumns) -> Tensor:
-        weights = WeightColumns.of(weights, self._features.dtype).whole()
+        columns = WeightColumns.of(weights, self._features.dtype)
         if self._contrasts is not None and self._contrasts.ndim == 3:
-            return self._times_of_few(weights)
-        matrix = self._jacobian.matrix(weights)
+            parts = enumerate(columns.layers(self._sizes))
+            return torch.stack([self._times_of(place, part) for place, part in parts]).sum(0)
+        matrix = self._jacobian.matrix(columns.whole())
         product = torch.einsum("bd,cdk->bck", self._features, matrix).double()
         return product if self._contrasts is None else self._contrasts.mT @ product
 
-    def _times_of_few(self, weights: Tensor) -> Tensor:  # (P, k) -> (b, r, k)
-        """Of contrasts of a few classes each: a product with the weights of these alone, class by class."""
-        assert self._contrasts is not None
+    def by_layer(self, weights: Tensor | WeightColumns, sizes: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor]]:
+        if self._contrasts is None or self._contrasts.ndim == 2 or list(sizes) != self._sizes:
+            yield from super().by_layer(weights, sizes)
+            return
+        rows = self.in_dtype(weights.dtype)
+        for place, part in enumerate(WeightColumns.of(weights, weights.dtype).layers(sizes)):
+            squares = rows._of_layer(place).double().square().sum(1)  # (b,)
+            yield rows._times_of(place, part), squares[:, None, None] * (self._contrasts.mT @ self._contrasts)
+
+    @property
+    def _sizes(self) -> list[int]:
+        """Of the weight, and of the bias if there is one."""
         C, D = self._jacobian.num_outputs, self._jacobian.num_features
-        matrix, bias = weights[: C * D].unflatten(0, (C, D)), weights[C * D :]  # (C, D, k), (C or 0, k)
-        features = self._features[:, :D]
-        b, _, r = self._contrasts.shape
-        has_part = (self._contrasts != 0).any(2)  # (b, C)
-        total = self._contrasts.new_zeros(b, r, weights.shape[1])
+        return [C * D, C] if self._jacobian.has_bias else [C * D]
+
+    def _of_layer(self, place: int) -> Tensor:  # (b, D) or (b, 1)
+        """What the weight is multiplied by, or the bias."""
+        D = self._jacobian.num_features
+        return self._features[:, D:] if place else self._features[:, :D]
+
+    @cached_property
+    def _common(self) -> Tensor:  # (b, r)
+        """The entry that most classes have in each contrast: zero for a few classes, −1/(C − 1) for one against all."""
+        assert self._contrasts is not None
+        return self._contrasts.median(1).values
+
+    def _times_of(self, place: int, columns: LayerColumns) -> Tensor:  # (P_l, k) -> (b, r, k)
+        """Σ_c H_c φᵀA_c, class by class where H_c is not what most classes have, and by the sum of all A_c for these.
+
+        So contrasts of a few classes, or of one against the others, meet the weights of these few alone.
+        """
+        assert self._contrasts is not None
+        features, (b, C, r) = self._of_layer(place), self._contrasts.shape
+        D, total = features.shape[1], self._contrasts.new_zeros(b, r, columns.number)
+        special = self._contrasts - self._common[:, None]
+        has_part = (special != 0).any(2)  # (b, C)
         for c in has_part.any(0).nonzero()[:, 0].tolist():  # over classes that any input asks for
             where = has_part[:, c].nonzero()[:, 0]
-            product = (features[where] @ matrix[c]).double()  # (b_c, k)
-            product = product + bias[c].double() if len(bias) else product
-            total.index_add_(0, where, self._contrasts[where, c, :, None] * product[:, None])
+            product = (features[where] @ columns.rows(slice(c * D, (c + 1) * D))).double()  # (b_c, k)
+            total.index_add_(0, where, special[where, c, :, None] * product[:, None])
+        if bool(self._common.any()):
+            product = (features @ columns.summed(C)).double()  # (b, k)
+            total += self._common[..., None] * product[:, None]
         return total
 
     def covariance(self, variance: Tensor, *, joint: bool = False) -> Tensor:

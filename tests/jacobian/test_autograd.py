@@ -15,10 +15,13 @@ from ntk_iterncgp import likelihoods
 from ntk_iterncgp.data.fixed_order import FixedOrderData
 from ntk_iterncgp.jacobian import rows as rows_of_prior
 from ntk_iterncgp.jacobian.autograd import Jacobian
+from ntk_iterncgp.jacobian.blocks import LayerColumns, WeightColumns
 from ntk_iterncgp.jacobian.last_layer import LastLayerJacobian
 from ntk_iterncgp.jacobian.rows import NetworkJacobian
 from ntk_iterncgp.likelihoods.base import CurvatureAt
 from ntk_iterncgp.linalg.columns import Buffer, DenseColumns
+from ntk_iterncgp.posterior.contrasts import leading_contrasts
+from ntk_iterncgp.posterior.scores import against_rest
 from ntk_iterncgp.priors.ntk import NTKPrior, sweep_outputs
 from ntk_iterncgp.runtime.threads import evaluating
 from tests import oracles
@@ -367,6 +370,55 @@ def test_last_layer_products_are_adjoint() -> None:
     jacobian, features = LastLayerJacobian(nn.Linear(4, 3).double()), normal(5, 4)
     V, S = normal(15, 2), normal(5, 3, 2, seed=6)
     close((jacobian.jvp(features, V) * S).sum(), (V * jacobian.vjp(features, S)).sum(), 1e-13)
+
+
+def leading(outputs: Tensor) -> Tensor:
+    return leading_contrasts(outputs, 2)
+
+
+def leading_and_against_rest(outputs: Tensor) -> Tensor:
+    return torch.cat([against_rest(outputs), leading(outputs)], 2)
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize("contrasts", [leading, against_rest, leading_and_against_rest])
+def test_last_layer_contrasts_are_multiplied_layer_by_layer(
+    bias: bool, dtype: torch.dtype, contrasts: Callable[[Tensor], Tensor]
+) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 9, bias=bias).to(dtype)
+    jacobian, features = LastLayerJacobian(layer), normal(5, 4).to(dtype)
+    sizes = tuple(p.numel() for p in layer.parameters())
+    rows, A = jacobian.rows(features, 5, contrasts), normal(sum(sizes), 6).to(dtype).T.contiguous().T
+    J, tolerance = rows.written_out().double(), TOLERANCE[dtype]
+    scale = 0.1 + normal(len(A)).abs()
+    close(rows.times(WeightColumns(A, dtype, scale)), J @ (scale[:, None] * A.double()), tolerance)
+    found = list(rows.by_layer(WeightColumns(A, dtype), sizes))
+    for (cross, own), part, V in zip(found, J.split(sizes, 2), A.double().split(sizes), strict=True):
+        close(cross, part @ V, tolerance)
+        close(own, part @ part.mT, tolerance)
+
+
+@pytest.mark.parametrize("contrasts", [leading, against_rest])
+def test_last_layer_contrasts_meet_the_weights_of_a_few_classes(
+    contrasts: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = nn.Linear(4, 500)
+    rows = LastLayerJacobian(layer).rows(normal(5, 4).float(), 5, contrasts)
+    columns, sizes = WeightColumns(torch.randn(2500, 6).T.contiguous().T, torch.float32), (2000, 500)
+    met = []
+    whole = LayerColumns.rows
+
+    def watched(self: LayerColumns, part: slice) -> Tensor:
+        found = whole(self, part)
+        met.append(len(found))
+        return found
+
+    monkeypatch.setattr(LayerColumns, "rows", watched)
+    list(rows.by_layer(columns, sizes))
+    rows.times(columns)
+    assert sum(met) <= 2 * 5 * 3 * (4 + 1)  # twice, of three classes for each input, a row of weights and a bias
 
 
 # The user's model
