@@ -161,8 +161,8 @@ def _add_prediction(command: argparse.ArgumentParser) -> None:
     command.add_argument("--output", metavar="FILE", help=outputs)
     links = ("quadrature", "probit")
     command.add_argument("--link", type=_link, choices=links, default=links[0], help="default: quadrature")
-    numbers = "of a network, how many contrasts of its outputs to compute: k, all or auto (default: auto)"
-    command.add_argument("--contrasts", type=_contrasts, default="auto", help=numbers)
+    numbers = "of a network, how many contrasts of its outputs to compute: k, all or auto (default: as in the fit)"
+    command.add_argument("--contrasts", type=_contrasts, help=numbers)
     _add_model(command)
 
 

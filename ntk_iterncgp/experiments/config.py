@@ -119,6 +119,7 @@ class FitConfig:
     num_actions: Count | None = None
     max_rank: Count | None = None
     prior_precision: Positive = 1.0
+    contrasts: Count | Literal["all", "auto"] = "auto"  # of a classifier's outputs: to calibrate, and to predict
     refine_epochs: Positive | None = None  # after the fit, so many epochs more
     shard: str | None = None  # 3/16: the third of 16 parts of the training data, to be merged with those of the others
     options: dict[str, Any] = field(default_factory=dict)  # further keywords of the flavour, as they are

@@ -132,15 +132,17 @@ def typed_value(name: str, value: Any, hint: Any, default: Any = None) -> Any:
     Args:
         name: The setting, for the message.
         value: As YAML reads it.
-        hint: A type, a `Literal`, `Annotated` with a `Range`, a tuple of names or a dict; or one of these `| None`.
+        hint: A type, a `Literal`, `Annotated` with a `Range`, a tuple of names or a dict; or one of these `| None`, or
+            a number `|` a `Literal` of words.
         default: What the message recommends.
 
     Returns:
         The value as that type.
     """
     kind, *null = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    if value is None and null:
-        return None
+    words = [word for part in null if get_origin(part) is Literal for word in get_args(part)]
+    if (value is None and type(None) in null) or (isinstance(value, str) and value in words):
+        return value
     advice = f"{json.dumps(default)}, the default"
     if get_origin(kind) is tuple:
         items = [value] if isinstance(value, str) else value
@@ -153,7 +155,8 @@ def typed_value(name: str, value: Any, hint: Any, default: Any = None) -> Any:
         return value
     if get_origin(kind) is Literal:
         return require_choice(name, value, get_args(kind), advice)
-    return _number_or_text(name, value, kind, " or null" if null else "", advice)
+    others = [*words, *(["null"] if type(None) in null else [])]
+    return _number_or_text(name, value, kind, "".join(f" or {other}" for other in others), advice)
 
 
 def _number_or_text(name: str, value: Any, kind: Any, or_null: str, advice: str) -> Any:

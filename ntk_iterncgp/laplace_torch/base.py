@@ -13,39 +13,19 @@ from typing import Any, TypeVar
 import torch
 from laplace.utils.enums import Likelihood, LinkApprox, PredType
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from ntk_iterncgp.clusters.clusters import Clusters
 from ntk_iterncgp.data.fixed_order import Inputs, slice_rows
 from ntk_iterncgp.fitting.cluster_run import ClusterState, unfolded
-from ntk_iterncgp.jacobian.rows import (
-    Contrasts,
-    DenseRows,
-    NetworkJacobian,
-    Rows,
-    all_rows_are_cheap,
-    contrasts_at,
-)
+from ntk_iterncgp.jacobian.rows import Contrasts, DenseRows, NetworkJacobian, Rows, all_rows_are_cheap, contrasts_at
 from ntk_iterncgp.laplace_torch.detector import Detecting
 from ntk_iterncgp.laplace_torch.fitting import FittedNetwork
-from ntk_iterncgp.laplace_torch.grid import GivenMoments, calibrated, descend, search_grid
-from ntk_iterncgp.laplace_torch.hyperparameters import (
-    check_may_be_tuned,
-    check_positive,
-    check_prior,
-    follows_prior,
-    kept_on_failure,
-    noise_parts,
-)
+from ntk_iterncgp.laplace_torch.grid import GivenMoments, Tuning
+from ntk_iterncgp.laplace_torch.hyperparameters import check_prior, follows_prior, kept_on_failure, noise_parts
 from ntk_iterncgp.laplace_torch.saving import from_state_dict, to_state_dict
 from ntk_iterncgp.laplace_torch.weights import WeightDistribution
 from ntk_iterncgp.likelihoods import Softmax
-from ntk_iterncgp.posterior.calibration import Calibration
-from ntk_iterncgp.posterior.contrasts import (
-    Shape,
-    contrasts_needed,
-    leading_contrasts,
-)
+from ntk_iterncgp.posterior.contrasts import Shape, contrasts_needed, leading_contrasts
 from ntk_iterncgp.posterior.predictive import (
     KnownContrasts,
     Uncertainty,
@@ -55,20 +35,18 @@ from ntk_iterncgp.posterior.predictive import (
     in_order,
     regression_uncertainty,
 )
-from ntk_iterncgp.posterior.tuning import starting_precision, tune_by_evidence
 from ntk_iterncgp.posterior.weight_space import ConditionedPosterior
 from ntk_iterncgp.runtime.memory import available_bytes, mebibytes
 from ntk_iterncgp.runtime.threads import evaluating, full_precision
-from ntk_iterncgp.runtime.validate import one_of, whole_number
+from ntk_iterncgp.runtime.validate import checked_contrasts, one_of, whole_number
 
-QUADRATURE = ("quadrature", "quasi", "accurate")
 COVARIANCES = 4  # of an input, which are held at once where one is filled in or drawn from
 UNASKED_BYTES = 2**28  # of covariances, up to which nobody asks how much memory there is
-
 T = TypeVar("T")
+QUADRATURE = ("quadrature", "quasi", "accurate")
 
 
-class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
+class IterNCGPLaplace(Detecting, Tuning, WeightDistribution, FittedNetwork):
     """The posterior of the linearised network given all training data. Abstract; the flavours are final."""
 
     output_temperature: float = 1.0
@@ -112,7 +90,7 @@ class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
             (b, C, C) of a regression.
         """
         pred_type = PredType.GP if one_of("pred_type", pred_type, list(PredType)) == PredType.GLM else pred_type
-        _checked_contrasts(contrasts)
+        checked_contrasts(contrasts)
         is_plain = self.likelihood == Likelihood.CLASSIFICATION and pred_type == PredType.GP
         if one_of("link_approx", link_approx, [*LinkApprox, *QUADRATURE]) in QUADRATURE:
             if is_plain:
@@ -190,10 +168,8 @@ class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
         if self._takes_few(contrasts):
             parts, shape = self._known(x, contrasts, link="probit")
             return in_order(parts, [part.by_probit(shape) for part in parts]).to(self._dtype)
-        likelihood = Softmax(self._num_classes)
-        return torch.cat(
-            self._of_moments(x, lambda mean, cov: likelihood.expected_response(mean, cov.diagonal(dim1=1, dim2=2)))
-        )
+        link = partial(self._glm_forward_call, likelihood=self.likelihood)  # laplace-torch's own
+        return torch.cat(self._of_moments(x, lambda *moments: link(GivenMoments(*moments))))
 
     def functional_samples(
         self,
@@ -257,7 +233,7 @@ class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
 
     def _with_moments(self, x: Inputs, contrasts: int | str, *, joint: bool) -> Inputs:
         """For a classifier its latent moments in the place of inputs, for laplace-torch to go on from."""
-        _checked_contrasts(contrasts)
+        checked_contrasts(contrasts)
         if self.likelihood != Likelihood.CLASSIFICATION or joint or isinstance(x, GivenMoments):
             return x
         self._check_fitted()
@@ -279,7 +255,7 @@ class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
         Returns:
             The scores, which print as a table; of a classifier of T places those of the first input's, and so on.
         """
-        _checked_contrasts(contrasts)
+        checked_contrasts(contrasts)
         if self.likelihood == Likelihood.CLASSIFICATION:
             return self._scored(x, contrasts)[2]
         _, covariance = self.predictive_moments(x)
@@ -358,7 +334,7 @@ class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
         self._refresh_posterior()
         with full_precision(self._device):
             if not joint:
-                mean, covariance = self._moments(x, _checked_contrasts(contrasts))
+                mean, covariance = self._moments(x, checked_contrasts(contrasts))
                 return self._by_tokens(mean, x), self._by_tokens(covariance, x)
             mean, covariance = self._glm_predictive_distribution(x, joint=True)
         return mean.reshape(-1, self.n_outputs), covariance
@@ -607,99 +583,6 @@ class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
             delta = self.mean - self.prior_mean
         return (delta * self.prior_precision_diag) @ delta
 
-    def optimize_prior_precision(
-        self,
-        pred_type: PredType | str = PredType.GLM,
-        method: str = "marglik",
-        n_steps: int = 100,
-        lr: float = 1e-1,
-        init_prior_prec: float | Tensor = 1.0,
-        prior_structure: str = "scalar",
-        val_loader: DataLoader[Any] | None = None,
-        loss: Any = None,
-        log_prior_prec_min: float = -4,
-        log_prior_prec_max: float = 4,
-        grid_size: int = 100,
-        link_approx: str = "probit",
-        n_samples: int = 100,
-        verbose: bool = False,
-        progress_bar: bool = False,
-        log_prior_prec_base: float = 10.0,
-        tune_temperature: bool = False,
-        contrasts: int | str = "auto",
-    ) -> None:
-        """Set the prior precision by the evidence or by a validation set.
-
-        By the evidence ("marglik"), or by the loss on a validation set, on a scalar grid ("gridsearch") or by its
-        gradient ("validation"; scalar or layerwise, and the temperature with it if asked).
-
-        Neither touches the training data; the grid passes the validation set once in all, with as many `contrasts` of a
-        classifier's outputs as in a prediction (of "auto", as many as any precision of the grid asks for).
-        """
-        _checked_contrasts(contrasts)
-        self._check_fitted()
-        check_may_be_tuned(self)
-        check_positive("init_prior_prec", init_prior_prec)
-        with kept_on_failure(self, "prior_precision", "temperature"):
-            if method == "marglik":
-                self.prior_precision = tune_by_evidence(
-                    lambda precision: self.log_marginal_likelihood(prior_precision=precision),
-                    len(self._layer_sizes()),
-                    self.mean,
-                    start=init_prior_prec,
-                    structure=prior_structure,
-                    num_steps=n_steps,
-                    learning_rate=lr,
-                    progress_bar=progress_bar,
-                )
-            elif method == "gridsearch":
-                grid = torch.logspace(log_prior_prec_min, log_prior_prec_max, grid_size, base=log_prior_prec_base)
-                self.prior_precision = search_grid(
-                    self,
-                    val_loader,
-                    grid.to(self._device),
-                    loss=loss,
-                    link=link_approx,
-                    num_samples=n_samples,
-                    contrasts=contrasts,
-                    progress_bar=progress_bar,
-                )
-            elif method == "validation":
-                start = torch.as_tensor(init_prior_prec, dtype=self._dtype, device=self._device).reshape(-1)
-                self.prior_precision, self.temperature = descend(
-                    self,
-                    val_loader,
-                    starting_precision(start, prior_structure, len(self._layer_sizes())),
-                    tune_temperature=tune_temperature,
-                    num_steps=n_steps,
-                    learning_rate=lr,
-                    contrasts=contrasts,
-                    progress_bar=progress_bar,
-                )
-            else:
-                raise ValueError(
-                    f"`method` must be 'marglik', 'gridsearch' or 'validation'; got {method!r}. Try 'marglik'."
-                )
-        if verbose:
-            print(f"Optimized prior precision is {self.prior_precision}.")
-
-    def calibrate(self, val_loader: DataLoader[Any], *, progress_bar: bool = False) -> Calibration:
-        """Set the output temperature T and the prior precision by the NLL of held-out data, p = E softmax(f/T).
-
-        Where these data cannot tell that the variance adds to temperature scaling, this is temperature scaling, with a
-        precision at which the variance is next to nothing. It costs one pass over the data, with all outputs' rows.
-
-        Args:
-            val_loader: Labelled data that the network was not trained on, at least twenty; some hundred are enough.
-            progress_bar: Whether to show one.
-
-        Returns:
-            What was chosen and why; prints as a table.
-        """
-        found = calibrated(self, val_loader, progress_bar)
-        self.prior_precision, self.output_temperature = found.prior_precision, found.output_temperature
-        return found
-
     # --- saving ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -710,13 +593,3 @@ class IterNCGPLaplace(Detecting, WeightDistribution, FittedNetwork):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a saved posterior, after checking that it belongs to this model."""
         from_state_dict(self, state_dict)
-
-
-def _checked_contrasts(contrasts: int | str) -> int | str:
-    """The setting, or a ValueError that says what it must be."""
-    is_number = isinstance(contrasts, int) and not isinstance(contrasts, bool) and contrasts >= 1
-    if not is_number and contrasts not in ("all", "auto"):
-        raise ValueError(
-            f"`contrasts` must be a positive whole number, 'all' or 'auto'; got {contrasts!r}. Try 'auto'."
-        )
-    return contrasts

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from laplace.utils.enums import Likelihood
+from laplace.utils.enums import Likelihood, PredType
 from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
@@ -20,7 +20,12 @@ from tqdm.auto import tqdm
 from ntk_iterncgp.data.fixed_order import FixedOrderData, Inputs
 from ntk_iterncgp.jacobian.rows import Rows
 from ntk_iterncgp.laplace_torch.detector import draws_from
-from ntk_iterncgp.laplace_torch.hyperparameters import check_follows_fit, check_may_be_tuned
+from ntk_iterncgp.laplace_torch.hyperparameters import (
+    check_follows_fit,
+    check_may_be_tuned,
+    check_positive,
+    kept_on_failure,
+)
 from ntk_iterncgp.likelihoods import Gaussian, Softmax
 from ntk_iterncgp.posterior.calibration import LEAST_DATA, Calibration, calibrate
 from ntk_iterncgp.posterior.contrasts import Shape
@@ -31,13 +36,19 @@ from ntk_iterncgp.posterior.tuning import (
     categorical_nll,
     gaussian_nll,
     metric_value,
+    starting_precision,
+    tune_by_evidence,
     tune_by_gradient,
     tune_by_validation,
 )
 from ntk_iterncgp.runtime.threads import evaluating
+from ntk_iterncgp.runtime.validate import checked_contrasts
 
 if TYPE_CHECKING:
     from ntk_iterncgp.laplace_torch.base import IterNCGPLaplace
+    from ntk_iterncgp.laplace_torch.fitting import FittedNetwork
+else:
+    FittedNetwork = object
 
 TUNING_POINTS = 128  # fixed points of the link where it is evaluated many times
 
@@ -47,6 +58,108 @@ class GivenMoments(NamedTuple):
 
     mean: Tensor
     covariance: Tensor
+
+
+class Tuning(FittedNetwork):
+    """What a flavour has of tuning: a mixin before `FittedNetwork`."""
+
+    def optimize_prior_precision(
+        self,
+        pred_type: PredType | str = PredType.GLM,
+        method: str = "marglik",
+        n_steps: int = 100,
+        lr: float = 1e-1,
+        init_prior_prec: float | Tensor = 1.0,
+        prior_structure: str = "scalar",
+        val_loader: DataLoader[Any] | None = None,
+        loss: Any = None,
+        log_prior_prec_min: float = -4,
+        log_prior_prec_max: float = 4,
+        grid_size: int = 100,
+        link_approx: str = "probit",
+        n_samples: int = 100,
+        verbose: bool = False,
+        progress_bar: bool = False,
+        log_prior_prec_base: float = 10.0,
+        tune_temperature: bool = False,
+        contrasts: int | str = "auto",
+    ) -> None:
+        """Set the prior precision by the evidence or by a validation set.
+
+        By the evidence ("marglik"), or by the loss on a validation set, on a scalar grid ("gridsearch") or by its
+        gradient ("validation"; scalar or layerwise, and the temperature with it if asked).
+
+        Neither touches the training data; the grid passes the validation set once in all, with as many `contrasts` of a
+        classifier's outputs as in a prediction (of "auto", as many as any precision of the grid asks for).
+        """
+        la: Any = self
+        checked_contrasts(contrasts)
+        self._check_fitted()
+        check_may_be_tuned(self)
+        check_positive("init_prior_prec", init_prior_prec)
+        with kept_on_failure(self, "prior_precision", "temperature"):
+            if method == "marglik":
+                self.prior_precision = tune_by_evidence(
+                    lambda precision: self.log_marginal_likelihood(prior_precision=precision),
+                    len(self._layer_sizes()),
+                    self.mean,
+                    start=init_prior_prec,
+                    structure=prior_structure,
+                    num_steps=n_steps,
+                    learning_rate=lr,
+                    progress_bar=progress_bar,
+                )
+            elif method == "gridsearch":
+                grid = torch.logspace(log_prior_prec_min, log_prior_prec_max, grid_size, base=log_prior_prec_base)
+                self.prior_precision = search_grid(
+                    la,
+                    val_loader,
+                    grid.to(self._device),
+                    loss=loss,
+                    link=link_approx,
+                    num_samples=n_samples,
+                    contrasts=contrasts,
+                    progress_bar=progress_bar,
+                )
+            elif method == "validation":
+                start = torch.as_tensor(init_prior_prec, dtype=self._dtype, device=self._device).reshape(-1)
+                self.prior_precision, self.temperature = descend(
+                    la,
+                    val_loader,
+                    starting_precision(start, prior_structure, len(self._layer_sizes())),
+                    tune_temperature=tune_temperature,
+                    num_steps=n_steps,
+                    learning_rate=lr,
+                    contrasts=contrasts,
+                    progress_bar=progress_bar,
+                )
+            else:
+                raise ValueError(
+                    f"`method` must be 'marglik', 'gridsearch' or 'validation'; got {method!r}. Try 'marglik'."
+                )
+        if verbose:
+            print(f"Optimized prior precision is {self.prior_precision}.")
+
+    def calibrate(
+        self, val_loader: DataLoader[Any], *, contrasts: int | str = "auto", progress_bar: bool = False
+    ) -> Calibration:
+        """Set the output temperature T and the prior precision by the NLL of held-out data, p = E softmax(f/T).
+
+        Where these data cannot tell that the variance adds to temperature scaling, this is temperature scaling, with a
+        precision at which the variance is next to nothing. It costs one pass over the data.
+
+        Args:
+            val_loader: Labelled data that the network was not trained on, at least twenty; some hundred are enough.
+            contrasts: As in a prediction; of "auto", as many as any precision of the search asks for.
+            progress_bar: Whether to show one.
+
+        Returns:
+            What was chosen and why; prints as a table.
+        """
+        la: Any = self
+        found = calibrated(la, val_loader, checked_contrasts(contrasts), progress_bar)
+        self.prior_precision, self.output_temperature = found.prior_precision, found.output_temperature
+        return found
 
 
 def search_grid(
@@ -146,7 +259,7 @@ def descend(
     return precision.to(la._dtype), float(la.temperature) * factor
 
 
-def calibrated(la: IterNCGPLaplace, loader: DataLoader[Any], progress_bar: bool) -> Calibration:
+def calibrated(la: IterNCGPLaplace, loader: DataLoader[Any], contrasts: int | str, progress_bar: bool) -> Calibration:
     """The output temperature and the prior precision with the least NLL on the validation set; la stays as it is."""
     if la.likelihood != Likelihood.CLASSIFICATION:
         raise ValueError(
@@ -167,7 +280,7 @@ def calibrated(la: IterNCGPLaplace, loader: DataLoader[Any], progress_bar: bool)
             stacklevel=3,
         )
     la._refresh_posterior()
-    parts = pass_once(la, loader, progress_bar)
+    parts = pass_once(la, loader, progress_bar, contrasts=contrasts)
     count = sum(len(part.outputs) for part in parts)
     if count < LEAST_DATA:
         raise ValueError(f"`val_loader` must hold at least {LEAST_DATA} data; got {count}. Try some hundred.")

@@ -146,8 +146,9 @@ class Losses:
     @property
     def precisions(self) -> list[float]:
         """A grid, for which the prior standard deviation of a typical output is one of `SPREADS`."""
-        variance = torch.cat([part.prior(part.covariance.new_ones(1)).diagonal(dim1=1, dim2=2) for part in self._parts])
-        typical = float(variance.double().mean(1).median())
+        one, parts = self._outputs.new_ones(1), self._parts  # of contrasts, each part may have another number
+        variance = torch.cat([part.prior(one).diagonal(dim1=1, dim2=2).mean(1) for part in parts])
+        typical = float(variance.double().median())
         return [typical / spread**2 for spread in SPREADS] if typical > 0 else []
 
 

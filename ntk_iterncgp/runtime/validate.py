@@ -36,3 +36,13 @@ def one_of(name: str, value: str, choices: Sequence[str]) -> str:
         listed = ", ".join(repr(str(getattr(choice, "value", choice))) for choice in choices)
         raise ValueError(f"`{name}` must be one of {listed}; got {value!r}. Try the default.")
     return value
+
+
+def checked_contrasts(contrasts: int | str) -> int | str:
+    """The setting, or a ValueError that says what it must be."""
+    is_number = isinstance(contrasts, int) and not isinstance(contrasts, bool) and contrasts >= 1
+    if not is_number and contrasts not in ("all", "auto"):
+        raise ValueError(
+            f"`contrasts` must be a positive whole number, 'all' or 'auto'; got {contrasts!r}. Try 'auto'."
+        )
+    return contrasts

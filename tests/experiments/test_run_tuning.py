@@ -3,15 +3,19 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from ntk_iterncgp.experiments import cli
-from ntk_iterncgp.experiments.config import load
+from ntk_iterncgp.experiments.config import as_yaml, flat, from_settings, load
 from ntk_iterncgp.experiments.evaluation.compare import precision_grid
-from ntk_iterncgp.experiments.runs.tune import LIMITS, TOLERANCE, Search
+from ntk_iterncgp.experiments.runs.tune import LIMITS, TOLERANCE, Search, tune
+from ntk_iterncgp.experiments.settings import ConfigError
 
 PLAIN = load(None)
 
@@ -168,3 +172,25 @@ def test_a_grid_that_lacks_the_optimum_is_widened_to_it(folder: Path, task: str,
     assert code == 0 and again == pytest.approx(precision, rel=1e-6)
     what = "NLL" if "100" in data else "evidence"
     assert f"outside of tuning.precision_min and precision_max, 1e-07 and 1e-05, between which the {what} has no" in log
+
+
+@pytest.mark.parametrize(("text", "expected"), [("3", 3), ("all", "all"), ("auto", "auto")])
+def test_contrasts_are_a_number_or_a_word_and_reach_the_calibration(text: str, expected: int | str) -> None:
+    config = load(None, [f"fit.contrasts={text}"])
+    assert from_settings(dict(flat(yaml.safe_load(as_yaml(config))))).fit.contrasts == expected
+    asked = []
+
+    class Flavour:
+        def calibrate(self, loader: Any, *, contrasts: int | str) -> str:
+            asked.append(contrasts)
+            return "as told"
+
+    data = SimpleNamespace(held_out=[1, 2], task="classification")
+    tune(SimpleNamespace(config=config, data=data, log=lambda line: None), Flavour())  # type: ignore[arg-type]
+    assert asked == [expected]
+
+
+@pytest.mark.parametrize("wrong", ["most", "0", "1.5", "null", "[1]"])
+def test_contrasts_that_make_no_sense_are_refused_by_name(wrong: str) -> None:
+    with pytest.raises(ConfigError, match=r"fit.contrasts must be a whole number.* or all or auto; got"):
+        load(None, [f"fit.contrasts={wrong}"])

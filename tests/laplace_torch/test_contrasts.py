@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ntk_iterncgp  # noqa: F401  registers the flavours
 from ntk_iterncgp.experiments.runs.predictor import NetworkPredictor
 from ntk_iterncgp.jacobian import rows as rows_room
+from ntk_iterncgp.jacobian.rows import Rows
 from ntk_iterncgp.laplace_torch import base
 from ntk_iterncgp.posterior.contrasts import (
     HEAD,
@@ -28,6 +29,7 @@ from ntk_iterncgp.posterior.contrasts import (
     reference_size,
 )
 from ntk_iterncgp.posterior.predictive import classification_uncertainty
+from ntk_iterncgp.posterior.tuning import ValidationPart
 from tests import oracles
 from tests.network_cases import dense_jacobian
 
@@ -403,6 +405,29 @@ def test_tuning_with_few_contrasts_finds_nearly_the_precision_of_all(method: str
         la.optimize_prior_precision(method=method, val_loader=loader_for(la.model), contrasts=contrasts, **arguments)
         found.append(float(la.prior_precision))
     assert found[1] == pytest.approx(found[0], rel=0.7)
+
+
+def test_calibration_takes_as_many_contrasts_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    la, seen = copy.copy(large()), []
+    of = ValidationPart.of
+
+    def watched(rows: Rows, *args: Any, **kwargs: Any) -> ValidationPart:
+        found = of(rows, *args, **kwargs)
+        seen.append(found.covariance.shape[-1])
+        return found
+
+    monkeypatch.setattr(ValidationPart, "of", watched)
+    x = torch.randn(60, 5, generator=torch.Generator().manual_seed(4))
+    loader = DataLoader(TensorDataset(x, torch.arange(60) % CLASSES), 20)
+    found = {}
+    for contrasts in ("all", 3, "auto"):
+        seen.clear()
+        found[contrasts] = la.calibrate(loader, contrasts=contrasts)
+        assert set(seen) == {"all": {CLASSES}, 3: {3}}.get(contrasts, set(seen))
+    for contrasts in (3, "auto"):
+        assert found[contrasts].losses["both"] == pytest.approx(found["all"].losses["both"], abs=0.02)
+    with pytest.raises(ValueError, match="`contrasts` must be a positive whole number, 'all' or 'auto'"):
+        la.calibrate(loader, contrasts="most")
 
 
 def test_the_grid_scores_what_a_prediction_with_as_many_contrasts_gives() -> None:

@@ -96,7 +96,10 @@ def _finish_classes(
     pictures, convergence, price = _pictures(setting, comparison), None, None
     if isinstance(fitted.predictor, NetworkPredictor):
         x = _first_inputs(setting)
-        price, convergence = price_of(fitted.predictor.la, x), fitted.predictor.la.convergence(x)
+        price, convergence = (
+            price_of(fitted.predictor.la, x, setting.config.fit.contrasts),
+            fitted.predictor.la.convergence(x),
+        )
     _finish(
         setting,
         fitted,
@@ -183,7 +186,7 @@ def _about(setting: Setting, fitted: Fitted) -> dict[str, Any]:
     return {**about, "weights": num_weights(fitted.model)}
 
 
-def price_of(la: Any, x: Tensor) -> Price:
+def price_of(la: Any, x: Tensor, contrasts: int | str = "auto") -> Price:
     """Time a prediction of probabilities beside a forward pass of the network over the same inputs."""
 
     def fastest(work: Callable[[], object]) -> float:
@@ -198,7 +201,7 @@ def price_of(la: Any, x: Tensor) -> Price:
         with torch.no_grad():
             la.model(x)
 
-    own = fastest(lambda: la(x, link_approx="quadrature"))
+    own = fastest(lambda: la(x, link_approx="quadrature", contrasts=contrasts))
     return Price(1000 * own / len(x), own / fastest(forward), len(x))
 
 

@@ -113,15 +113,15 @@ def predict(
     *,
     device: str = "auto",
     link: str = "quadrature",
-    contrasts: int | str = "auto",
+    contrasts: int | str | None = None,
     trusted_model: str | None = None,
 ) -> Path:
-    """The whole command: a .csv with a line per input, or an .npz."""
+    """The whole command: a .csv with a line per input, or an .npz. The contrasts are those of the fit by default."""
     if output.suffix not in (".csv", ".npz"):
         raise ConfigError(f"--output must end in .csv or .npz; got '{output}'. Try predictions.csv.")
     restored = restore(posterior, chosen_device(device), trusted_model=trusted_model)
     x = datasets.inputs_for(inputs, restored.scaling, restored.input_shape)
-    columns = columns_of(restored, x, link, contrasts)
+    columns = columns_of(restored, x, link, restored.config.fit.contrasts if contrasts is None else contrasts)
     output.parent.mkdir(parents=True, exist_ok=True)
     if output.suffix == ".npz":
         write_atomically(output, lambda path: _write_npz(path, columns))

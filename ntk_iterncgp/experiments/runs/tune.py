@@ -108,7 +108,8 @@ def tune(setting: Setting, la: Any) -> None:
         return
     if held_out is not None and not is_regression:
         with reporting(f"Calibrating on {len(held_out):,} held-out inputs", setting.log):  # type: ignore[arg-type]
-            found = la.calibrate(DataLoader(held_out, setting.config.data.batch_size))
+            loader = DataLoader(held_out, setting.config.data.batch_size)
+            found = la.calibrate(loader, contrasts=setting.config.fit.contrasts)
         setting.log(str(found))
         return
     search = Search.of(setting.config)
