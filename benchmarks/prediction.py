@@ -1,12 +1,15 @@
 """What a prediction costs: milliseconds, forward passes and memory, and what few contrasts change.
 
     ntk-iterncgp bench prediction [--quick] [--only NAME …]
+    python -m benchmarks.prediction --docs           # and the table into docs/scaling.md, with the commit
 
 Networks trained briefly on images of MNIST and CIFAR-10 (noise where there are no data), and on noise that a random
 linear map has labelled where there are more than ten classes. For each network, number of classes and number of actions
-B: one posterior, and predictions by quadrature from one contrast, three, as many as each input needs ("auto"), and all.
-On one thread, in turns with forward passes over the same inputs; the least seconds of the processor count. Memory is
-the most that the process held during a fit and during predictions, its libraries included.
+B: one posterior, and predictions by quadrature from one contrast, three, as many as each input needs ("auto"), and all;
+and by the default link, probit, as many as each input needs. On one thread, in turns with forward passes over the same
+inputs, in batches of 64 (of 32 for ResNet-18); the least seconds of the processor count. The batch matters: a forward
+pass takes longer in small ones and in large ones, which changes its ratio to a prediction by up to a factor of two.
+Memory is the most that the process held during a fit and during predictions, its libraries included.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +32,17 @@ from torchvision.models import resnet18
 
 import ntk_iterncgp  # noqa: F401  registers the flavours
 from benchmarks.models import cifar_images, cifar_resnet20, lenet, mnist_images
+from benchmarks.tables import commit_of_tree, written
 from ntk_iterncgp.experiments.evaluation.metrics import classification_metrics
 from ntk_iterncgp.experiments.models import CifarResNet
 from ntk_iterncgp.runtime.memory import mebibytes, peak_resident_bytes, restart_peak
 
 ALL_NUMBERS = 10**8  # of J for one input, up to which all contrasts are computed
 CONTRASTS: tuple[int | str, ...] = (1, 3, "auto", "all")
-REPEATS, PRECISION, BATCH = 3, 100.0, 64
+PRECISION, BATCH, FEW_INPUTS = 100.0, 64, 32
+PROBIT = "auto, probit"  # what la(x) does
+PAGE, MARK = Path(__file__).resolve().parent.parent / "docs" / "scaling.md", "prediction"
+Way = int | str
 
 
 @dataclass(frozen=True)
@@ -49,10 +57,13 @@ class Setting:
     num_data: int = 2000
     num_inputs: int = 256
     epochs: int = 2
+    repeats: int = 3
     storage: str | None = None
+    subset: str = "all"  # of the weights
 
     def __str__(self) -> str:
-        return f"{self.name} C={self.num_classes} B={self.num_actions}{' bfloat16' if self.storage else ''}"
+        subset = "" if self.subset == "all" else ", last layer"
+        return f"{self.name}{subset} C={self.num_classes} B={self.num_actions}{' bfloat16' if self.storage else ''}"
 
 
 class Transformer(nn.Module):
@@ -74,6 +85,15 @@ def mlp(num_classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, num_classes))
 
 
+def wide_mlp(num_classes: int) -> nn.Module:
+    """With 512 features for the last layer."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, num_classes))
+
+
+def resnet18_of(num_classes: int) -> nn.Module:
+    return resnet18(num_classes=num_classes)
+
+
 def resnet18_small_images(num_classes: int) -> nn.Module:
     """With the first layers that people give it for CIFAR: stride one, and no pooling."""
     model = resnet18(num_classes=num_classes)
@@ -86,27 +106,27 @@ def resnet20(num_classes: int) -> nn.Module:
 
 
 def settings() -> list[Setting]:
-    few: dict[str, int] = {"num_data": 300, "epochs": 1}
+    few: dict[str, int] = {"num_data": 300, "num_inputs": FEW_INPUTS, "epochs": 1, "repeats": 1}
     return [
         *(Setting("LeNet", lambda _: lenet(), mnist_images, 10, B) for B in (50, 200, 1000)),
         *(Setting("MLP", mlp, mnist_images, C, 200) for C in (10, 100, 1000)),
+        Setting("MLP D=512", wide_mlp, mnist_images, 1000, 200, subset="last_layer"),
+        Setting("ResNet-18 D=512", resnet18_of, cifar_images, 1000, 200, subset="last_layer", **few),
         *(Setting("transformer", Transformer, mnist_images, C, 200) for C in (10, 100)),
         *(Setting("ResNet-20", resnet20, cifar_images, 10, B, epochs=0) for B in (50, 200, 1000)),
-        Setting("ResNet-20", resnet20, cifar_images, 100, 200),
-        *(
-            Setting("ResNet-18", lambda C: resnet18(num_classes=C), cifar_images, C, 100, **few)
-            for C in (10, 100, 1000)
-        ),
-        Setting("ResNet-18", lambda C: resnet18(num_classes=C), cifar_images, 10, 100, storage="bfloat16", **few),
-        Setting("ResNet-18, 3x3 first", resnet18_small_images, cifar_images, 10, 100, num_inputs=64, **few),
+        Setting("ResNet-20", resnet20, cifar_images, 100, 200, num_inputs=BATCH),
+        *(Setting("ResNet-18", resnet18_of, cifar_images, C, 100, **few) for C in (10, 100, 1000)),
+        Setting("ResNet-18", resnet18_of, cifar_images, 10, 100, storage="bfloat16", **few),
+        Setting("ResNet-18, 3x3 first", resnet18_small_images, cifar_images, 10, 100, **few),
     ]
 
 
 def quick_settings() -> list[Setting]:
-    small: dict[str, int] = {"num_data": 60, "num_inputs": 8, "epochs": 1}
+    small: dict[str, int] = {"num_data": 60, "num_inputs": 8, "epochs": 1, "repeats": 1}
     return [
         Setting("MLP", mlp, mnist_images, 10, 5, **small),
         Setting("transformer", Transformer, mnist_images, 12, 5, storage="bfloat16", **small),
+        Setting("MLP D=512", wide_mlp, mnist_images, 30, 5, subset="last_layer", **small),
     ]
 
 
@@ -139,29 +159,34 @@ def seconds(work: Callable[[], object]) -> float:
     return time.process_time() - started
 
 
-def measured(setting: Setting, repeats: int) -> dict[str, Any]:
+def predicted(la: Any, x: Tensor, way: Way) -> Tensor:
+    probabilities: Tensor = la(x) if way == PROBIT else la(x, link_approx="quadrature", contrasts=way)
+    return probabilities
+
+
+def measured(setting: Setting) -> dict[str, Any]:
     images, labels = data_of(setting)
     train, test = slice(0, setting.num_data), slice(setting.num_data, None)
     model = trained(setting, images[train], labels[train])
     settings: dict[str, Any] = {"num_actions": setting.num_actions, "prior_precision": PRECISION}
-    la = Laplace(model, "classification", "all", "iterncgp", storage=setting.storage, **settings)
+    la = Laplace(model, "classification", setting.subset, "iterncgp", storage=setting.storage, **settings)
     gc.collect()
     restart_peak()
     la.fit(DataLoader(TensorDataset(images[train], labels[train]), BATCH))
     found: dict[str, Any] = {"setting": str(setting), "weights": la.n_params, "fit bytes": peak_resident_bytes()}
-    x, y, ways = images[test], labels[test], list(CONTRASTS)
+    x, y = images[test], labels[test]
+    ways: list[Way] = [*CONTRASTS, PROBIT]
     if la.n_params * setting.num_classes > ALL_NUMBERS:
         ways.remove("all")
     restart_peak()
-    predictions = {way: la(x, link_approx="quadrature", contrasts=way) for way in ways}
+    predictions = {way: predicted(la, x, way) for way in ways}
     found["predict bytes"] = peak_resident_bytes()
     least = dict.fromkeys(["forward", *ways], float("inf"))
     with torch.no_grad():
-        for _ in range(repeats):
+        for _ in range(setting.repeats):
             least["forward"] = min(least["forward"], seconds(lambda: [model(part) for part in x.split(BATCH)]))
             for way in ways:
-                took = seconds(lambda way=way: la(x, link_approx="quadrature", contrasts=way))  # type: ignore[misc]
-                least[way] = min(least[way], took)
+                least[way] = min(least[way], seconds(partial(predicted, la, x, way)))
     found["rows"] = {
         str(way): {
             "milliseconds": 1000 * least[way] / len(x),
@@ -182,33 +207,58 @@ def show(found: dict[str, Any]) -> None:
     )
     for way, row in found["rows"].items():
         beside = ["", ""]
-        if everything is not None and way != "all":
+        if everything is not None and way not in ("all", PROBIT):
             beside = [f"{row[what] - everything[what]:+.4f}" for what in ("NLL", "ECE")]
         print(
-            f"  {way:>6}{row['milliseconds']:12.2f}{row['forwards']:10.1f}{row['NLL']:10.4f}{beside[0]:>9}"
+            f"  {way:>12}{row['milliseconds']:12.2f}{row['forwards']:10.1f}{row['NLL']:10.4f}{beside[0]:>9}"
             f"{row['ECE']:10.4f}{beside[1]:>9}",
             flush=True,
         )
+
+
+def table(results: list[dict[str, Any]], commit: str) -> str:
+    """A line for each setting, in forward passes; the milliseconds of "auto", and what it changes."""
+    heads = ["", "weights", *map(str, CONTRASTS), PROBIT, '"auto", ms', "NLL, ECE to all", "fit, predictions"]
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)]]
+    for found in results:
+        rows = found["rows"]
+        forwards = [f"{rows[way]['forwards']:.1f}" if way in rows else "" for way in [*map(str, CONTRASTS), PROBIT]]
+        change = [f"{rows['auto'][what] - rows['all'][what]:+.4f}" for what in ("NLL", "ECE")] if "all" in rows else []
+        memory = ", ".join(mebibytes(found[what]) for what in ("fit bytes", "predict bytes"))
+        auto = f"{rows['auto']['milliseconds']:.2f}"
+        lines.append([found["setting"], f"{found['weights']:,}", *forwards, auto, ", ".join(change), memory])
+    caption = (
+        f"`python -m benchmarks.prediction --docs` at commit `{commit}`, one thread: predictions with k = 1, 3, "
+        '"auto" or all contrasts by quadrature and with "auto" by probit, in forward passes of the network in batches '
+        f"of {BATCH} (of {FEW_INPUTS} for ResNet-18)."
+    )
+    return "\n".join([caption, "", *(f"| {' | '.join(line)} |" for line in lines)])
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bench prediction", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small networks, for a look at the output")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="settings that begin so, as 'ResNet-18 C=10 '")
+    parser.add_argument("--docs", action="store_true", help="write the table of all settings into docs/scaling.md")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args(argv)
     chosen = quick_settings() if options.quick else settings()
+    if options.docs and (options.quick or options.only):
+        parser.error("--docs must come with all settings; got --quick or --only. Try --docs alone.")
+    commit = commit_of_tree()  # of what runs, whatever happens to the folder meanwhile
     if options.only:
         chosen = [setting for setting in chosen if str(setting).startswith(tuple(options.only))]
     threads, results = torch.get_num_threads(), []
     torch.set_num_threads(1)
-    print(f"{'contrasts':>9}{'ms/input':>11}{'forwards':>10}{'NLL':>10}{'to all':>9}{'ECE':>10}{'to all':>9}")
+    print(f"{'contrasts':>14}{'ms/input':>11}{'forwards':>10}{'NLL':>10}{'to all':>9}{'ECE':>10}{'to all':>9}")
     try:
         for setting in chosen:
-            results.append(measured(setting, 1 if options.quick else REPEATS))
+            results.append(measured(setting))
             show(results[-1])
     finally:
         torch.set_num_threads(threads)
+    if options.docs:
+        PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), MARK, table(results, commit)), encoding="utf-8")
     if options.json:
         options.json.write_text(json.dumps(results, indent=2))
 

@@ -337,12 +337,22 @@ def test_the_benchmark_of_predictions_compares_few_contrasts_with_all(
     file = tmp_path / "prediction.json"
     prediction.main(["--quick", "--json", str(file)])
     shown = capsys.readouterr().out
-    for found in json.loads(file.read_text()):
+    results = json.loads(file.read_text())
+    for found in results:
         assert found["setting"] in shown and found["fit bytes"] > 0 and found["predict bytes"] > 0
-        assert list(found["rows"]) == ["1", "3", "auto", "all"]
+        assert list(found["rows"]) == ["1", "3", "auto", "all", "auto, probit"]
         for row in found["rows"].values():
             assert row["forwards"] > 1 and row["milliseconds"] > 0 and row["NLL"] > 0 and 0 <= row["ECE"] <= 1
     assert len({str(setting) for setting in prediction.settings()}) == len(prediction.settings())
+    assert any(s.subset == "last_layer" and s.num_classes == 1000 for s in prediction.settings())
+    lines = prediction.table(results, "abc1234").splitlines()
+    assert "`abc1234`" in lines[0] and "batches of 64" in lines[0]
+    assert len(lines) == 4 + len(results) and len({line.count("|") for line in lines[2:]}) == 1
+    page = prediction.PAGE.read_text(encoding="utf-8")
+    assert "new" in tables.written(page, prediction.MARK, "new")
+    with pytest.raises(SystemExit):
+        prediction.main(["--quick", "--docs"])  # a toy run is not a result
+    assert prediction.PAGE.read_text(encoding="utf-8") == page
 
 
 @pytest.mark.cli
