@@ -16,12 +16,12 @@ from ntk_iterncgp.laplace_torch import fitting
 
 # As found; the targets are in the table of `ntk-iterncgp bench walk`.
 LARGEST = {
-    "files of a fit": 24,
-    "functions of a fit": 318,
-    "files of a prediction": 13,
+    "files of a fit": 26,
+    "functions of a fit": 323,
+    "files of a prediction": 15,
     "longest chain of imports": 15,
     "files of kernels/ that laplace_torch imports": 0,
-    "lines without experiments": 24_046,
+    "lines without experiments": 25_090,
 }
 
 
