@@ -236,9 +236,8 @@ class FittedNetwork(BaseFunctionalLaplace):
         """
         part = train_loader if shard is None else shard_of(train_loader, shard)
         if not override:
-            self._update(part, whole_of(train_loader, shard), progress_bar=progress_bar, checkpoint=checkpoint)
+            self._update(part, train_loader, shard, progress_bar=progress_bar, checkpoint=checkpoint)
             return
-        which = whole_of(train_loader, shard)
         _require_one_device(self.model)
         with exclusively(self.model), evaluating(self.model):
             network = self._network(part)
@@ -247,7 +246,7 @@ class FittedNetwork(BaseFunctionalLaplace):
                 session = open_session(checkpoint, "fit", *identity(self, network, settings))
             found = self._stored(_fitted_to(network, settings, progress_bar=progress_bar, session=session))
             self._take(self._with_reference(found, network))
-            self._shard, self.shards_seen = shard, which
+            self._shard, self.shards_seen = shard, whole_of(train_loader, shard)
 
     @parallel.together()
     def update(
@@ -272,11 +271,18 @@ class FittedNetwork(BaseFunctionalLaplace):
             RuntimeError: where the model has changed since the fit.
             KeyboardInterrupt: after Ctrl-C. Whatever is raised, the earlier posterior stays.
         """
-        self._update(loader, whole_of(loader, None), progress_bar=progress_bar, checkpoint=checkpoint)
+        self._update(loader, loader, None, progress_bar=progress_bar, checkpoint=checkpoint)
 
     def _update(
-        self, loader: DataLoader[Any], which: Tensor, *, progress_bar: bool, checkpoint: Checkpoint | None
+        self,
+        loader: DataLoader[Any],
+        whole: DataLoader[Any],
+        shard: tuple[int, int] | None,
+        *,
+        progress_bar: bool,
+        checkpoint: Checkpoint | None,
     ) -> None:
+        """`loader` is this shard of the whole, or the whole."""
         _require_one_device(self.model)
         if self._fitted:
             check_may_add(self)
@@ -291,10 +297,11 @@ class FittedNetwork(BaseFunctionalLaplace):
                 session = open_session(checkpoint, "update", *about)
             with without_interruption():
                 found = self._stored(_fitted_to(network, settings, progress_bar=progress_bar, session=session))
+            which, max_rank = whole_of(whole, shard), self.settings.options.max_rank
             check_new_data(self, found, which)
             if self._fitted:
-                whole, max_rank = added(self, PartialFit.of_fit(found, which)), self.settings.options.max_rank
-                self._adopt(summed(self, whole, max_rank) if is_crowded(whole, max_rank) else whole)
+                both = added(self, PartialFit.of_fit(found, which))
+                self._adopt(summed(self, both, max_rank) if is_crowded(both, max_rank) else both)
             else:
                 self._take(self._with_reference(found, network))
                 self.shards_seen = which

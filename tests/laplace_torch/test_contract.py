@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from laplace.lllaplace import DiagLLLaplace, FullLLLaplace, FunctionalLLLaplace,
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 from ntk_iterncgp import FitReport, IterNCGPAllLaplace, IterNCGPLastLayerLaplace
 from tests import oracles
@@ -196,7 +196,7 @@ def test_a_model_without_a_linear_last_layer_is_refused() -> None:
 
 def test_a_frozen_model_is_refused() -> None:
     la = Laplace(MLP.model().requires_grad_(False), "classification", "all", "iterncgp")
-    with pytest.raises(ValueError, match="all are frozen"):
+    with pytest.raises(ValueError, match="at least one parameter that requires a gradient; got none"):
         la.fit(MLP.loader())
 
 
@@ -248,16 +248,6 @@ def test_a_model_that_returns_nan_is_refused(subset: str, row: int, value: float
         la.fit(DataLoader(TensorDataset(x, y), batch_size=2))
     with pytest.raises(RuntimeError, match="Call fit before"):
         la(MLP.new_inputs())
-
-
-@subsets
-def test_a_stream_without_length_is_refused(subset: str) -> None:
-    class Stream(IterableDataset):
-        def __iter__(self) -> Iterator[Any]:
-            yield from MLP.dataset(6, 1, torch.float64)  # type: ignore[misc]
-
-    with pytest.raises(ValueError, match="An IterableDataset must know its length"):
-        unfitted(MLP, subset).fit(DataLoader(Stream(), batch_size=2))
 
 
 @subsets
