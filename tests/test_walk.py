@@ -21,7 +21,7 @@ LARGEST = {
     "files of a prediction": 15,
     "longest chain of imports": 15,
     "files of kernels/ that laplace_torch imports": 0,
-    "lines without experiments": 25_090,
+    "lines without experiments": 25_100,
 }
 
 
