@@ -21,7 +21,8 @@ from ntk_iterncgp.experiments.evaluation.tables import Column, Table
 from ntk_iterncgp.laplace_torch.detector import Detector, measured_at
 from ntk_iterncgp.posterior.scores import Energy, Entropy, Latent
 
-RATES = (0.01, 0.05)  # of alarms: the first that the number of ranked inputs allows
+RATES = (0.01, 0.05)  # of alarms: the first above which some ranked inputs lie
+ABOVE = 5  # of them: with one alone a rate of 1 % would be the luck of the largest score
 TEST = "test"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 LABELS = {"entropy": "entropy of the network", "energy": "energy of the network", "detector": "la.detector"}
@@ -73,8 +74,8 @@ class Novelty:
             own = ways[-1].scores[name].to(detector.prior.noise_scale.device)
             p_values[name] = detector.novelty.p_value(own).cpu()
             confidences[name] = torch.cat([latent.outputs.softmax(1).amax(1) for latent in latents]).cpu()
-        least = 1 / (len(detector.novelty) + 1)
-        rate = next((rate for rate in RATES if rate >= least), least)
+        number = len(detector.novelty)
+        rate = next((rate for rate in RATES if rate * number >= ABOVE), max(RATES[-1], 1 / (number + 1)))
         return cls(ways, p_values, confidences, rate, len(detector.novelty))
 
     @property
