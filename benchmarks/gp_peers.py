@@ -447,11 +447,13 @@ def main(argv: list[str] | None = None) -> None:
         ]
         printed("Counts", counts, "error of the rate")
         problems = itertools.chain(bundled(settings.limit), *(synthetic(size) for size in sorted(settings.sizes)))
-        rows = [row for p in problems for row in compare(p, settings.only, until, quick=settings.quick)]
-        printed("Gaussian processes side by side", rows, "accuracy or RMSE")
-    if settings.docs:
         arguments = "".join(f" {word}" for word in (sys.argv[1:] if argv is None else argv))
-        Path(settings.docs).write_text(page(rows, counts, settings, arguments), encoding="utf-8")
+        rows: list[Row] = []
+        for problem in problems:
+            rows += compare(problem, settings.only, until, quick=settings.quick)
+            if settings.docs:  # each time, so that what was measured is not lost
+                Path(settings.docs).write_text(page(rows, counts, settings, arguments), encoding="utf-8")
+        printed("Gaussian processes side by side", rows, "accuracy or RMSE")
     if settings.json:
         written = {"peers": [asdict(row) for row in rows], "counts": [asdict(row) for row in counts]}
         Path(settings.json).write_text(json.dumps(written, indent=2), encoding="utf-8")
