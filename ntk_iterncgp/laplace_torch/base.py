@@ -223,6 +223,7 @@ class IterNCGPLaplace(Detecting, Tuning, WeightDistribution, FittedNetwork):
 
     def _in_batches(self, x: Inputs, function: Callable[[Inputs], Any], dim: int) -> Any:
         """Apply a function that takes C×C numbers for each input to as many at a time as fit in `chunk_bytes`."""
+        self._check_fitted()
         size = max(1, self.settings.chunk_bytes // (COVARIANCES * 8 * self.n_outputs * self._num_classes))
         if isinstance(x, GivenMoments) or self._num_inputs(x) <= size:
             return function(x)

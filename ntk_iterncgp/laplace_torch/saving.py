@@ -27,6 +27,7 @@ def to_state_dict(la: IterNCGPLaplace) -> dict[str, Any]:
     detector = la._detector_now()
     return {
         **_identity(la),
+        "cls_name": type(la).__name__,  # by which laplace-torch refuses what is of another flavour
         **({} if detector is None else {"detector": detector.to_dict()}),
         "weights": la.mean,
         "fingerprint": la._fingerprint,

@@ -290,3 +290,11 @@ def test_before_a_fit_the_evidence_and_its_parts_ask_for_one() -> None:
     for name in ("log_likelihood", "scatter", "log_det_ratio"):
         with pytest.raises((RuntimeError, AttributeError), match="fit"):
             getattr(la, name)
+
+
+def test_laplace_torch_refuses_a_posterior_of_iterncgp_by_its_class() -> None:
+    """By the entry that its own posteriors have, not by a KeyError."""
+    la = fitted(MLP)
+    other = Laplace(MLP.model(), "classification", "all", "diag")
+    with pytest.raises(ValueError, match="wrong Laplace type"):
+        other.load_state_dict(la.state_dict())
