@@ -37,7 +37,7 @@ from ntk_iterncgp.experiments.evaluation.metrics import classification_metrics
 from ntk_iterncgp.experiments.models import CifarResNet
 from ntk_iterncgp.runtime.memory import mebibytes, peak_resident_bytes, restart_peak
 
-ALL_NUMBERS = 10**8  # of J for one input, up to which all contrasts are computed
+ALL_NUMBERS = 2 * 10**7  # of J for one input, up to which all contrasts are computed
 CONTRASTS: tuple[int | str, ...] = (1, 3, "auto", "all")
 BATCH, FEW_INPUTS = 64, 32
 PROBIT = "auto, probit"  # what la(x) does
