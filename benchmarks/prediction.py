@@ -256,10 +256,11 @@ def main(argv: list[str] | None = None) -> None:
         for setting in chosen:
             results.append(measured(setting))
             show(results[-1])
+            if options.docs:  # each time, so that what was measured is not lost
+                page = written(PAGE.read_text(encoding="utf-8"), MARK, table(results, commit))
+                PAGE.write_text(page, encoding="utf-8")
     finally:
         torch.set_num_threads(threads)
-    if options.docs:
-        PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), MARK, table(results, commit)), encoding="utf-8")
     if options.json:
         options.json.write_text(json.dumps(results, indent=2))
 
