@@ -90,7 +90,8 @@ def test_contrasts_which_probabilities_are_made_of_have_no_less_variance_than_th
     la, x = net.laplace(dtype, subset, num_actions=5), net.near_and_far()
     la.fit(net.loader(dtype))
     H = Softmax(num_outputs).contrasts(torch.device("cpu"))
-    contrasts, outputs = (la._whole_moments(x.to(dtype), h)[1].double() for h in (H, None))
+    moments = (la._of_moments(x.to(dtype), lambda *of_some: of_some, h) for h in (H, None))
+    contrasts, outputs = (torch.cat([covariance for _, covariance in parts]).double() for parts in moments)
     assert contrasts.shape == (len(x), num_outputs - 1, num_outputs - 1)
     close(contrasts, H.T @ outputs @ H, TOLERANCE[dtype])
     if subset == "all":
