@@ -298,8 +298,9 @@ def test_the_calibrated_row_is_tuned_as_a_fit_is_on_the_other_half() -> None:
         p = la(x[score], link_approx="quadrature", n_samples=config.evaluate.link_samples)
         assert torch.allclose(own.probabilities[[places[int(n)] for n in score]], p, atol=1e-4)
     assert own.difference is not None and own.probit is None
-    assert "cannot be told apart" in verdict(found.results)[-1] or "beyond chance" in verdict(found.results)[-1]
-    assert verdict(found.results)[-1].startswith("IterNCGP, calibrated ")
+    assert "IterNCGP, calibrated and temperature scaling" in " ".join(verdict(found.results)).replace(
+        "has a lower NLL than", "and"
+    ).replace("has a higher NLL than", "and")
     assert " T 1" not in _tuned_to(found["iterncgp"]) and _tuned_to(own).count("T ") == 2
 
 
@@ -345,4 +346,18 @@ def test_a_handful_of_test_inputs_settles_nothing() -> None:
     assert verdict([few]) == ["19 test inputs are too few to tell IterNCGP from the network by NLL."]
     assert verdict([many]) == [
         "IterNCGP has a lower NLL than the network, beyond chance: difference [+0.4000, +0.6000]."
+    ]
+
+
+def test_what_is_within_chance_is_said_once() -> None:
+    within, clear = Difference(0.1, -0.4, 0.6), Difference(-0.5, -0.6, -0.4)
+    labels = {"map": "the network", "temperature": "a temperature", "prior": "the prior"}
+    results = [
+        SimpleNamespace(name=name, label=label, losses=torch.zeros(30), difference=clear if name == "map" else within)
+        for name, label in labels.items()
+    ]
+    assert verdict(results) == [
+        "IterNCGP has a higher NLL than the network, beyond chance: difference [-0.6000, -0.4000].",
+        "Differences in NLL within chance: IterNCGP and a temperature [-0.4000, +0.6000]; IterNCGP and the prior "
+        "[-0.4000, +0.6000].",
     ]

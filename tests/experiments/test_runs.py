@@ -228,7 +228,7 @@ def test_ours_is_close_to_the_truth_and_never_below_it(run: Path) -> None:
         assert (method["difference_to_iterncgp"] is None) == (name == "iterncgp")
         assert (method["probit"] is None) == (name in ("map", "temperature", "calibrated"))
     assert len(methods["calibrated"]["output_temperatures"]) == 2 and "output_temperatures" not in methods["iterncgp"]
-    assert len(results["verdict"]) == 4
+    assert 1 <= len(results["verdict"]) <= 4 and "IterNCGP, calibrated" in " ".join(results["verdict"])
     peaks = {name: method["fit_peak_bytes"] for name, method in methods.items()}
     assert peaks["map"] is None and all(methods[name]["fit_seconds"] > 0 for name in ("iterncgp", "kfac", "exact"))
     if reset_peak() is not None:  # where the system can tell

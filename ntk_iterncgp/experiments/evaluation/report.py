@@ -13,6 +13,7 @@ from ntk_iterncgp.experiments.evaluation.uncertainty import Difference, bootstra
 
 FEWEST_SCORED = 20  # test inputs from which a bootstrap interval means anything
 RESAMPLES = 1000
+BASIC = ("map", "temperature", "prior")  # what IterNCGP is compared with in words
 SHORT = ("accuracy", "NLL", "± to IterNCGP", "ECE", "NLL probit", "tuned to")  # and the AUROC
 
 PROTOCOLS = {
@@ -136,33 +137,36 @@ def _ood_columns(name: str) -> list[Column]:
 
 
 def verdict(results: list[Any]) -> list[str]:
-    """What the intervals say, whichever way it went."""
-    sentences, by_name = [], {result.name: result for result in results}
-    for result in results:
-        if result.name not in ("map", "temperature", "prior") or result.difference is None:
+    """What the intervals of the NLL say, whichever way it went: what is within chance in one sentence."""
+    sentences, within, by_name = [], [], {result.name: result for result in results}
+    compared = [("IterNCGP", result, result.difference) for result in results if result.name in BASIC]
+    if {"calibrated", "temperature"} <= by_name.keys():
+        own, other = by_name["calibrated"], by_name["temperature"]
+        compared.append((own.label, other, _difference(own, other)))
+    for own_label, result, difference in compared:
+        if difference is None:
             continue
         if len(result.losses) < FEWEST_SCORED:
             sentences.append(
-                f"{len(result.losses)} test inputs are too few to tell IterNCGP from {result.label} by NLL."
+                f"{len(result.losses)} test inputs are too few to tell {own_label} from {result.label} by NLL."
             )
             continue
-        sentences.append(_told_apart("IterNCGP", result.label, result.difference))
-    if {"calibrated", "temperature"} <= by_name.keys():
-        calibrated, temperature = by_name["calibrated"], by_name["temperature"]
-        if len(calibrated.losses) >= FEWEST_SCORED:
-            found = bootstrap_difference(calibrated.losses, temperature.losses, num_resamples=RESAMPLES, seed=0)
-            sentences.append(_told_apart(calibrated.label, temperature.label, found))
+        place = f"[{difference.lower:+.4f}, {difference.upper:+.4f}]"
+        if difference.lower <= 0 <= difference.upper:
+            within.append(f"{own_label} and {result.label} {place}")
+        else:
+            how = "lower" if difference.lower > 0 else "higher"
+            sentences.append(f"{own_label} has a {how} NLL than {result.label}, beyond chance: difference {place}.")
+    if within:
+        sentences.append(f"Differences in NLL within chance: {'; '.join(within)}.")
     return sentences
 
 
-def _told_apart(one: str, other: str, difference: Difference) -> str:
-    """What the interval of the NLL of the other less that of the one says."""
-    place = f"[{difference.lower:+.4f}, {difference.upper:+.4f}]"
-    if difference.lower > 0:
-        return f"{one} has a lower NLL than {other}, beyond chance: difference {place}."
-    if difference.upper < 0:
-        return f"{one} has a higher NLL than {other}, beyond chance: difference {place}."
-    return f"{one} and {other} cannot be told apart by NLL: difference {place}."
+def _difference(own: Any, other: Any) -> Difference | None:
+    """The NLL of the other less that of the one, if there are enough test inputs."""
+    if len(own.losses) < FEWEST_SCORED:
+        return None
+    return bootstrap_difference(own.losses, other.losses, num_resamples=RESAMPLES, seed=0)
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
