@@ -1,4 +1,4 @@
-"""The public CIFAR-10 ResNet-20, weights and BatchNorm as they come, and the posterior of all its 272 474 weights.
+"""The public CIFAR-10 ResNet-20, weights and BatchNorm unchanged, and the posterior of all its 272 474 weights.
 
     .venv/bin/python examples/cifar_resnet.py           with CIFAR-10 and the checkpoint under NTK_ITERNCGP_DATA
     .venv/bin/python examples/cifar_resnet.py --toy     a few random images and an untrained network: does it run?

@@ -74,7 +74,7 @@ class ModelConfig:
     name: str = "cnn"
     checkpoint: str | None = None  # .safetensors, or .pt with weights only; also looked for under data.root
     arguments: dict[str, Any] = field(default_factory=dict)
-    train_epochs: CountFromZero | None = None  # 0: weights as they come; null: 50 without a checkpoint; yours must say
+    train_epochs: CountFromZero | None = None  # 0: weights unchanged; null: 50 without a checkpoint; yours must say
     train_batch_size: Count = 50
     learning_rate: Positive = 3e-3
     weight_decay: NotNegative = 1e-5
@@ -86,7 +86,7 @@ class ModelConfig:
 
     @property
     def epochs_here(self) -> int:
-        """For how many epochs it is trained by this run; 0 where its weights are taken as they come."""
+        """For how many epochs it is trained by this run; 0 where its weights are used unchanged."""
         if self.checkpoint is not None:
             return 0
         default = 0 if self.arguments.get("weights") is not None else DEFAULT_EPOCHS

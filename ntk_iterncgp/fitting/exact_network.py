@@ -6,7 +6,7 @@ actions with noise R = I. What they say about the weights is the GGN JᵀWJ alon
     JᵀWJ = Σ_n J_nᵀ H_n H_nᵀ J_n = TᵀT,      T (min(P, n') × P),
 
 so A = Tᵀ with R = I is a full-rank set of actions: a `WeightPosterior` like any other, but exact. Rows are folded into
-T by QR decompositions as they come. JᵀWJ itself, whose condition number is the square, is never formed.
+T by QR decompositions, batch by batch. JᵀWJ itself, whose condition number is the square, is never formed.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def fit(*settings: str) -> list[str]:
 
 
 def own(name: str) -> list[str]:
-    """A model by its import path, whose weights are taken as they come."""
+    """A model by its import path, whose weights are used unchanged."""
     return fit(f"model.name={name}", "model.train_epochs=0")
 
 

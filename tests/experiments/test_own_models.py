@@ -78,7 +78,7 @@ def test_an_own_model_without_a_checkpoint_is_trained_as_long_as_is_asked_for(fo
 
 def test_with_no_epochs_its_weights_are_fitted_as_the_function_returns_them(folder: Path) -> None:
     code, log = run("fit", "model.train_epochs=0", "model.arguments={learnt: true}")
-    assert code == 0 and "own_model:make, 15 weights as they come, not trained here" in log
+    assert code == 0 and "own_model:make, 15 weights used unchanged, not trained here" in log
     torch.testing.assert_close(fitted_weights(), made(learnt=True), rtol=0, atol=0)
     assert not (folder / "out" / "model.safetensors").exists()
     assert "% right on 240 of the training data" in log and "Warning: the network" not in log

@@ -171,7 +171,7 @@ def prepare_model(setting: Setting) -> nn.Module:
         if config.model.train_epochs:
             log("  model.train_epochs is not used: it is for networks without a checkpoint")
     else:
-        log(f"{name} as they come, not trained here")
+        log(f"{name} used unchanged, not trained here")
     fit, checked = _fit_to_some(model, setting)
     log(f"  {_described(setting, fit)} on {checked:,} of the training data")
     _warn_if_useless(setting, fit)
